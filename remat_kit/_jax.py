@@ -1,0 +1,462 @@
+"""Every private import and every difference between JAX releases, and nothing else.
+
+Each entry says on which releases it was seen. The rest of the package imports JAX's public
+API, or a name from here. Seen on: jax 0.10.2, 0.11.x, 0.12.0.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import numpy as np
+from jax._src import ad_checkpoint, ad_util, config, core, sharding_impls, source_info_util
+from jax._src.interpreters import ad, mlir, partial_eval
+
+JAX_VERSION: tuple[int, ...] = jax.__version_info__
+
+
+# -- jaxprs ---------------------------------------------------------------------------------
+# 0.10.2: `ClosedJaxpr` wraps `Jaxpr`; 0.12: one class, `.jaxpr` is itself. Only the attributes
+# that both spell alike are used: `.jaxpr`, `.consts`, `.eqns`, `.invars`, `.outvars`.
+
+
+Tracer: Any = core.Tracer
+
+
+def is_jaxpr(x: Any) -> bool:
+    """Tell whether ``x`` is an open or a closed jaxpr."""
+    return isinstance(x, (jec.Jaxpr, jec.ClosedJaxpr))
+
+
+def hi_primitive(eqn: Any) -> Any | None:
+    """Return the high-level primitive that an equation calls, or None.
+
+    Under ``jax_remat3``, `checkpoint_name` and `jax.checkpoint` are such primitives, with their
+    parameters one level down. Seen on 0.10.2 and 0.12.
+    """
+    return eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Evaluate one equation, under its own source line and its own name stack.
+
+    What `jax.core.eval_jaxpr` does for each equation; 0.10.2 and 0.12 agree.
+    """
+    params = eqn.primitive.get_bind_params(eqn.params)
+    info = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+        out = eqn.primitive.bind(*values, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def with_scopes(eqn: Any, scopes: Sequence[str], **changes: Any) -> Any:
+    """Return the equation with its name stack made of plain ``scopes``, no transformations."""
+    stack = source_info_util.NameStack(tuple(source_info_util.Scope(s) for s in scopes))
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack), **changes)
+
+
+def with_caller(eqn: Any, caller: Any) -> Any:
+    """Return the equation under the traceback of ``caller``, where its own shows no user's line.
+
+    `jit` keeps the trace of a library function from its first call, cut off from that call.
+    """
+    if caller is None or next(user_frames(eqn), None) is not None:
+        return eqn
+    traceback = caller.source_info.traceback
+    return eqn.replace(source_info=eqn.source_info.replace(traceback=traceback))
+
+
+def name_stack_groups(eqn: Any) -> list[list[str]]:
+    """Return the scopes of an equation's name stack, split where a transformation begins."""
+    return _groups(eqn.source_info.name_stack)
+
+
+def current_scopes() -> list[list[str]]:
+    """Return the scopes that are open now, split where a transformation begins."""
+    return _groups(source_info_util.current_name_stack())
+
+
+def _groups(stack: Any) -> list[list[str]]:
+    groups: list[list[str]] = [[]]
+    for part in stack.stack:
+        if isinstance(part, source_info_util.Scope):
+            groups[-1].extend(part.name.split("/"))
+        elif groups[-1]:
+            groups.append([])
+    return groups
+
+
+def user_frames(eqn: Any) -> Iterator[tuple[str, int, str]]:
+    """Yield (file, line, function) of the equation's frames outside JAX, innermost first."""
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        yield frame.file_name, frame.start_line, frame.function_name
+
+
+def user_code(eqn: Any, is_library: Any) -> Any:
+    """Return what identifies the innermost frame outside the libraries: its code and its place.
+
+    Cheaper than `user_frames`, which turns places into lines. 0.10.2 and 0.12.
+    """
+    traceback = eqn.source_info.traceback
+    codes, places = traceback.raw_frames() if traceback else ([], [])
+    for code, place in zip(codes, places, strict=True):
+        if not is_library(code.co_filename):
+            return code, place
+    return None
+
+
+def is_jax_file(name: str) -> bool:
+    """Tell whether a file belongs to JAX or to the standard library."""
+    return not source_info_util.is_user_filename(name)
+
+
+def rule_of(eqn: Any) -> Any | None:
+    """Return the derivative rule that the user gave a `custom_jvp_call`, None if it is not found.
+
+    The equation holds the rule wrapped anew at each trace: a memoized thunk, around a wrapped
+    function, around the rule (0.10.2 and 0.12).
+    """
+    memoized = getattr(eqn.params.get("jvp_jaxpr_fun"), "f", None)
+    for thunk in _closed_over(memoized, "function"):
+        for wrapped in _closed_over(thunk, "WrappedFun"):
+            return wrapped.f
+    return None
+
+
+def _closed_over(fn: Any, kind: str) -> list[Any]:
+    cells = (c.cell_contents for c in getattr(fn, "__closure__", None) or ())
+    return [x for x in cells if type(x).__name__ == kind]
+
+
+def trace_context() -> Any:
+    """Return the settings that a trace depends on, as JAX's own caches key them."""
+    return config.trace_context()
+
+
+def is_plain_call(eqn: Any) -> bool:
+    """Tell whether the equation is a `jit` with nothing to say: no sharding, no donation.
+
+    The primitive is called `jit` (0.10.2 and 0.12; `pjit` before).
+    """
+    params = eqn.params
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return eqn.primitive.name in ("closed_call", "core_call")
+    unspecified = sharding_impls.UNSPECIFIED
+    places = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    return (
+        all(s is unspecified for s in places)
+        and not any(params.get("donated_invars", ()))
+        and not params.get("compiler_options_kvs")
+    )
+
+
+def remat3() -> bool:
+    """Tell whether JAX's new checkpoint implementation is switched on (0.10.2 and later)."""
+    return bool(getattr(jax.config, "jax_remat3", False))
+
+
+def name_primitive() -> Any:
+    """Return the primitive that `checkpoint_name` binds and that policies are asked about."""
+    return ad_checkpoint.name_p
+
+
+def name_equation(var: Any, out: Any, name: str, like: Any) -> Any:
+    """Return the equation ``out = checkpoint_name(var, name)``, at the place of ``like``.
+
+    The equation is traced once per name on a scalar and given its variables by hand: tracing on
+    the real value would fail inside `shard_map`, whose axes are not open here.
+    """
+    template = _name_template(name, remat3())
+    params = template.params
+    hi = hi_primitive(template)
+    if hi is not None:
+        params = {**params, "_prim": type(hi)(name, var.aval)}
+    return like.replace(
+        primitive=template.primitive,
+        params=params,
+        invars=[var],
+        outvars=[out],
+        effects=template.effects,
+    )
+
+
+@functools.cache
+def _name_template(name: str, hi: bool) -> Any:
+    del hi  # part of the key: the flag decides which primitive is bound
+    traced = jax.make_jaxpr(lambda x: ad_checkpoint.checkpoint_name(x, name))(np.float32(0))
+    return traced.eqns[0]
+
+
+def replace_body(closed: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    """Return a closed or open jaxpr with other equations and outputs, the same inputs."""
+    if isinstance(closed, jec.ClosedJaxpr) and closed.jaxpr is not closed:  # 0.10.2
+        return closed.replace(jaxpr=replace_body(closed.jaxpr, eqns, outvars))
+    high = closed.is_high or any(hi_primitive(e) is not None for e in eqns)
+    return closed.replace(eqns=list(eqns), outvars=list(outvars), is_high=high)
+
+
+def without_dead_code(closed: Any) -> Any:
+    """Return a closed jaxpr without the equations that no output needs.
+
+    `dce_jaxpr(jaxpr, used_outputs, instantiate)` in 0.10.2 and 0.12.
+    """
+    jaxpr = closed.jaxpr
+    lean, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), True)
+    return lean if getattr(lean, "jaxpr", None) is lean else closed.replace(jaxpr=lean)
+
+
+def _allow_stop_gradient_in_linear_programs() -> None:
+    """Teach JAX to transpose `stop_gradient`: nothing flows back.
+
+    `vmap` turns a `cond` whose predicate is mapped into selects between a value and its
+    `stop_gradient`. Where the cond stands in a linear program, that equation is transposed, and
+    JAX has no rule for it (0.10.2 and 0.12): it expects `vmap` before differentiation.
+    """
+
+    def transpose(ct: Any, x: Any) -> list[Any]:
+        del ct
+        return [ad.Zero(x.aval)]
+
+    ad.primitive_transposes.setdefault(ad_util.stop_gradient_p, transpose)
+
+
+_allow_stop_gradient_in_linear_programs()
+
+
+def offloadable(source: str, destination: str) -> Any:
+    """Return what a policy answers for a value that goes to another memory."""
+    return partial_eval.Offloadable(source, destination)
+
+
+SAVEABLE: Any = partial_eval.Saveable
+RECOMPUTE: Any = partial_eval.Recompute
+
+
+def scan_arity(eqn: Any) -> tuple[int, int]:
+    """Return how many of a scan's inputs are constants and how many are carried.
+
+    0.10.2 (and 0.11) say so in ``num_consts`` and ``num_carry``; 0.12 in a flat tree ``ft_in``.
+    """
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def keep_names(names: Sequence[str], policy: Any) -> Any:
+    """Return what to hand to `jax.checkpoint` so that these names are kept.
+
+    ``policy`` itself, but for the first ``jax_remat3`` (0.10.2), which looks at the names in its
+    own policy classes and takes every other callable for full rematerialization. It has no
+    offloading either: values that would be offloaded are recomputed there.
+    """
+    if JAX_VERSION >= (0, 11) or not remat3():
+        return policy
+    return jax.checkpoint_policies.save_only_these_names(*names)
+
+
+def float0_zeros(shape: Sequence[int]) -> Any:
+    """Return the zero tangent of an integer value."""
+    return np.zeros(shape, jax.dtypes.float0)
+
+
+def inside_loop() -> bool:
+    """Tell whether the caller is being traced as the body of a scan or a while loop.
+
+    JAX keeps no record of it, so the Python frames are read: `scan` and `while_loop` trace their
+    bodies from `jax/_src/lax/control_flow/loops.py` (0.10.2 and 0.12).
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_LOOPS_FILE):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_LOOPS_FILE = os.path.join("jax", "_src", "lax", "control_flow", "loops.py")
+
+
+# -- policies -------------------------------------------------------------------------------
+# What policies of `jax.checkpoint` answer, and which primitives exist. 0.10.2 and 0.12 agree.
+
+Offloadable: Any = partial_eval.Offloadable
+
+
+@functools.cache
+def known_primitives() -> frozenset[str]:
+    """Return the names of the primitives of JAX.
+
+    There is no list of them: those with a lowering, those with a derivative and the public ones
+    are put together, and what JAX defines only when a submodule is imported. Seen on 0.10.2, 0.12.
+    """
+    tables = [mlir._lowerings, *mlir._platform_specific_lowerings.values(), ad.primitive_jvps]
+    public = [p for p in vars(jec.primitives).values() if isinstance(p, jec.Primitive)]
+    late = {"pallas_call", "shard_map", "custom_vjp_call", "custom_partitioning"}
+    return frozenset({p.name for table in tables for p in table} | {p.name for p in public} | late)
+
+
+# -- compiling for a chip that is not there -------------------------------------------------
+# The parent lowers, a child process compiles; `_compile_worker.py` loads this file on its own,
+# so this section needs nothing of the rest of the package.
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A program for one platform, ready to be compiled elsewhere.
+
+    Attributes:
+        bytecode: MLIR, with the locations that become `op_name` and source lines, and with the
+            donation and memory-kind attributes.
+        identity: equal for equal programs, whoever asked for them.
+        devices: over how many devices it is partitioned.
+    """
+
+    bytecode: bytes
+    identity: str
+    devices: int
+
+
+def lower(traced: Any, platform: str, boundary: Sequence[str]) -> Lowered:
+    """Lower what `jax.jit(f).trace(...)` gave for ``platform``, whose plugin need not be here.
+
+    ``boundary`` names source files: frames of theirs, and what called them, do not count in the
+    identity. `mlir.module_to_bytecode` and the printed form of locations: 0.10.2, 0.12.
+    """
+    module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+    attributes = module.operation.attributes
+    devices = int(attributes["mhlo.num_partitions"]) if "mhlo.num_partitions" in attributes else 1
+    text = module.operation.get_asm(enable_debug_info=True)
+    identity = _identity(text, tuple(boundary))
+    return Lowered(mlir.module_to_bytecode(module), identity, devices)
+
+
+_LOCATION = re.compile(r"^#loc(\d*) = loc\((.*)\)$\n?", re.M)
+_LOCATION_USE = re.compile(r"#loc(\d*)")
+_CALL_SITE = re.compile(r"callsite\(#loc(\d*) at #loc(\d*)\)")
+
+
+def _identity(text: str, boundary: tuple[str, ...]) -> str:
+    """Hash a module as printed, its locations cut where a frame of a boundary file begins."""
+    definitions = dict(_LOCATION.findall(text))
+    known: dict[str, str | None] = {}
+
+    def canonical(number: str) -> str | None:
+        if number not in known:
+            known[number] = resolve(definitions.get(number, "unknown"))
+        return known[number]
+
+    def resolve(definition: str) -> str | None:
+        if site := _CALL_SITE.fullmatch(definition):
+            callee, caller = canonical(site.group(1)), canonical(site.group(2))
+            parts = callee if caller is None else f"{callee} at {caller}"
+            return None if callee is None else _digest(parts or "")
+        if definition.startswith(tuple(f'"{file}"' for file in boundary)):
+            return None
+        used = [canonical(number) for number in _LOCATION_USE.findall(definition)]
+        name = _LOCATION_USE.sub("", definition)
+        is_name_stack = "/" in name or name.startswith('"jit(')
+        if None in used and not is_name_stack:
+            return None
+        return _digest(name + " ".join(str(part) for part in used))
+
+    body = _LOCATION.sub("", text)
+    body = _LOCATION_USE.sub(lambda use: f"#{canonical(use.group(1))}", body)
+    return hashlib.sha256(body.encode()).hexdigest()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def topology_device(platform: str, topology: str, options: dict[str, Any]) -> Any:
+    """Return one compile-only device, or the present device for ``cpu``.
+
+    `get_topology_desc` is experimental; 0.10.2 and 0.12 agree on it.
+    """
+    if platform == "cpu":
+        return jax.devices("cpu")[0]
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(topology, platform, **options).devices[0]
+
+
+# Settings that `get_compile_options` reads from the process that compiles: 0.10.2, 0.12.
+COMPILE_SETTINGS = (
+    "jax_disable_most_optimizations",
+    "jax_memory_fitting_level",
+    "jax_optimization_level",
+    "jax_use_shardy_partitioner",
+    "jax_compiler_enable_remat_pass",
+)
+
+
+def compile_settings() -> dict[str, Any]:
+    """Return the settings of this process that change what the compiler is asked for."""
+    names = [name for name in COMPILE_SETTINGS if name in jax.config.values]
+    found = {name: getattr(jax.config, name, jax.config.values[name]) for name in names}
+    return {name: getattr(value, "value", value) for name, value in found.items()}
+
+
+def apply_compile_settings(settings: dict[str, Any]) -> None:
+    """Take over the settings of another process, as `compile_settings` gave them."""
+    for name, value in settings.items():
+        if jax.config.values[name] != value:
+            jax.config.update(name, value)
+
+
+def compile_bytes(program: bytes, device: Any, options: dict[str, str]) -> Any:
+    """Compile MLIR bytecode for ``device`` (compile-only or real) and return the executable.
+
+    The compile options are those of `jit(f).lower(...).compile()` for one committed device.
+    `backend_compile_and_load` covers both the compile-only client, on its way out of JAX, and a
+    real one: 0.10.2, 0.12.
+    """
+    from jax._src import compiler
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+
+    with mlir.make_ir_context():
+        module = ir.Module.parse(program)
+    compile_options = compiler.get_compile_options(
+        num_replicas=1,
+        num_partitions=1,
+        device_assignment=np.array([[device]]),
+        env_options_overrides=dict(options),
+        backend=device.client,
+    )
+    devices = xla_client.DeviceList((device,))
+    return compiler.backend_compile_and_load(device.client, module, devices, compile_options, [])
+
+
+def executable_text(executable: Any) -> str:
+    """Return the optimised, scheduled HLO of an executable. Seen on 0.10.2, 0.12."""
+    return "\n\n".join(m.to_string() for m in executable.hlo_modules())
+
+
+def executable_memory(executable: Any) -> dict[str, int]:
+    """Return the byte counts of an executable. Seen on 0.10.2, 0.12."""
+    return memory_stats_to_dict(executable.get_compiled_memory_stats())
+
+
+def memory_stats_to_dict(stats: Any) -> dict[str, int]:
+    """Return the integer fields of a `CompiledMemoryStats`, the ones every release has."""
+    names = ("argument", "output", "alias", "temp", "generated_code")
+    fields = [f"{host}{name}_size_in_bytes" for host in ("", "host_") for name in names]
+    fields.append("peak_memory_in_bytes")
+    return {name: int(getattr(stats, name, 0)) for name in fields}
+
+
+def compile_failure_types() -> tuple[type[BaseException], ...]:
+    """Return what the compiler raises when it refuses a program."""
+    return (jax.errors.JaxRuntimeError,)
