@@ -1,0 +1,540 @@
+"""Reports: what a training step keeps, what it computes twice, what that costs on a chip.
+
+A report is a value. It prints as plain text, as tables where `rich` prints it, as HTML in a
+notebook, and as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import importlib.metadata
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from remat_kit import _duplicates, _remat, _residuals, _target
+from remat_kit._dataflow import trace_gradient
+from remat_kit._diff import Diff as Diff
+from remat_kit._diff import diff as diff
+from remat_kit._duplicates import Recomputed
+from remat_kit._hlo import RecomputedOps, recomputed_ops
+from remat_kit._policy import format_bytes
+from remat_kit._residuals import Residual
+from remat_kit._target import Memory, Target
+
+NO_POLICY = "none"
+
+
+# -- one report -------------------------------------------------------------------------------
+
+
+def inspect(
+    fn: Callable[..., Any],
+    *args: Any,
+    policy: Any = None,
+    at: str | None = None,
+    target: str | Target | Sequence[str | Target] | None = None,
+    argnums: int | Sequence[int] = 0,
+    label: str | None = None,
+) -> Report:
+    """Say what the gradient of a loss keeps, what it computes twice, and what a chip needs for it.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def loss(w, x):
+    ...     return jnp.sum(jnp.sin(jnp.tanh(x @ w)))
+    >>> w = x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    >>> report = inspect(loss, w, x, policy="dots")
+    >>> [(r.primitive, r.bytes, r.reason) for r in report.saved]
+    [('dot_general', 16384, 'save(dots)')]
+    >>> [r.primitive for r in report.recomputed]
+    ['tanh']
+
+    Args:
+        fn: called as ``fn(*args)``; gives a real scalar, or a pair of one and anything.
+        args: arrays or `jax.ShapeDtypeStruct`, in pytrees.
+        policy: applied to ``fn`` first, as `remat_kit.policy` does; None leaves it alone.
+        at: the module paths that ``policy`` is applied at.
+        target: one chip or several to compile for; none is compiled for by default.
+        argnums: what to differentiate.
+        label: what the report calls itself; the policy by default.
+
+    Returns:
+        A report. ``saved`` holds intermediate values alone; arguments and constants that the
+        backward pass reads are in ``inputs``, for they live anyway.
+
+    Raises:
+        NotDifferentiableError, UserError: ``fn`` has no gradient there.
+        PolicyError, UnknownNameError: the policy does not fit.
+        TargetError: a chip cannot be compiled for here.
+    """
+    loss = fn if policy is None else _remat.policy(policy, at=at)(fn)
+    gradient = trace_gradient(loss, args, argnums, call="inspect")
+    residuals = _residuals.residuals_of(gradient)
+    memory: dict[str, Memory] = {}
+    hlo: dict[str, RecomputedOps] = {}
+    for chip in _several(target):
+        compiled = _target.compile_program(loss, args, chip, argnums=argnums, call="inspect")
+        name = compiled.memory.target
+        memory[name] = compiled.memory
+        if compiled.hlo_text is not None:
+            hlo[name] = recomputed_ops(compiled.hlo_text)
+    return Report(
+        policy=label or policy_text(policy),
+        saved=tuple(r for r in residuals if not r.is_input),
+        inputs=tuple(r for r in residuals if r.is_input),
+        recomputed=tuple(_duplicates.recomputed_of(gradient)),
+        forward_flops=_duplicates.forward_flops(gradient),
+        memory=memory,
+        hlo=hlo,
+        notes=tuple(dict.fromkeys(n for m in memory.values() for n in m.notes)),
+    )
+
+
+def policy_text(policy: Any) -> str:
+    """Return what reports call a policy: its name if it was given by one, else its repr.
+
+    >>> from remat_kit import dots, save
+    >>> policy_text(None), policy_text("dots"), policy_text(save(dots))
+    ('none', 'dots', 'save(dots)')
+    """
+    if policy is None:
+        return NO_POLICY
+    return policy if isinstance(policy, str) else repr(policy)
+
+
+def _several(target: Any) -> Sequence[str | Target]:
+    if target is None:
+        return ()
+    return (target,) if isinstance(target, (str, Target)) else tuple(target)
+
+
+class _Shown:
+    """What every report can do: print itself, plain, in a terminal and in a notebook."""
+
+    def tables(self) -> list[Table]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n\n".join(t.text() for t in self.tables())
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        del console, options
+        for table in self.tables():
+            yield table.rich()
+
+    def _repr_html_(self) -> str:
+        return f'<div class="remat-kit">{"".join(t.html() for t in self.tables())}</div>'
+
+
+@dataclasses.dataclass(frozen=True)
+class Report(_Shown):
+    """What one policy makes of one loss.
+
+    Attributes:
+        policy: its name or its text; ``none`` without one.
+        saved: the intermediate values that are kept for the backward pass, in program order.
+        inputs: the arguments and constants that the backward pass reads.
+        recomputed: what the backward pass computes once more, most FLOPs first.
+        forward_flops: floating-point operations of the loss alone.
+        memory: what the compiled gradient needs, by target.
+        hlo: what the compiled gradient still computes twice, by target.
+        notes: what to know about the figures.
+    """
+
+    policy: str
+    saved: tuple[Residual, ...]
+    inputs: tuple[Residual, ...] = dataclasses.field(repr=False)
+    recomputed: tuple[Recomputed, ...]
+    forward_flops: float
+    memory: Mapping[str, Memory] = dataclasses.field(default_factory=dict, hash=False)
+    hlo: Mapping[str, RecomputedOps] = dataclasses.field(default_factory=dict, hash=False)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the kept values that stay on the device."""
+        return sum(r.bytes for r in self.saved if r.memory == "device")
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of the kept values that wait in the host's memory."""
+        return sum(r.bytes for r in self.saved if r.memory != "device")
+
+    @property
+    def recomputed_flops(self) -> float:
+        """Floating-point operations that are done twice."""
+        return sum(r.flops for r in self.recomputed)
+
+    def by_module(self) -> dict[str, Totals]:
+        """Return totals by module path, most bytes kept first."""
+        return _totals(self, lambda x: x.module)
+
+    def by_primitive(self) -> dict[str, Totals]:
+        """Return totals by primitive, most bytes kept first."""
+        return _totals(self, lambda x: x.primitive)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, ready for `json.dumps`.
+
+        The keys::
+
+            policy             str     the name or text of the policy, "none" without one
+            saved_bytes        int     intermediate values kept on the device
+            offloaded_bytes    int     intermediate values kept in the host's memory
+            saved              list    one object for each kept value, in program order:
+                shape          list of int; what a loop makes is stacked, its length first
+                dtype          str
+                bytes          int
+                module         str     module path, "" outside every module
+                source         str     "file:line" of the user's line, "" if there is none
+                reason         str     the rule that keeps it ("save(dots)", "offload(dots) to
+                                       pinned_host", "not in recompute(...)"), "input of region
+                                       PATH", "kept by the policy of region PATH", "output of the
+                                       function", or "needed by the backward pass, outside every
+                                       region"
+                primitive      str     what computes it
+                names          list of str     checkpoint names that the user gave it
+                memory         str     "device", or "pinned_host"
+                times          int     iterations of the loops around its producer, else 1
+                is_input       bool    false here
+            inputs             list    the same for arguments and constants that the backward pass
+                                       reads; not counted, for they live anyway; reason is
+                                       "argument NAME" or "constant", is_input is true
+            recomputed         list    one object for each primitive, module, line and shape that
+                                       is computed twice, most FLOPs first:
+                primitive      str
+                module         str     of the forward pass
+                source         str
+                count          int     how many; in a loop once per iteration
+                flops          float   of all of them; 0 for what only moves data
+                bytes          int     of their results together
+                shape, dtype   of one result
+                region         str     module path of the checkpoint region
+            recomputed_flops   float
+            forward_flops      float   of the loss alone
+            memory             object, by target; null where the compiler did not say:
+                temp_bytes, argument_bytes, output_bytes, alias_bytes, host_bytes, code_bytes,
+                peak_bytes     int     peak: arguments + outputs - aliased + temporaries
+                compiler_peak_bytes, memory_bytes, headroom_bytes, needs_bytes  int
+                fits           bool
+                step_seconds, measured_peak_bytes     for "local"
+                compile_seconds, cached, notes, target, versions
+            hlo_recomputed_ops           object: target to int; operations that the compiled
+                                         program computes twice, each with its original still there
+            hlo_recomputed_by_primitive  object: target to {primitive: int}
+            hlo_xla_remat                object: target to int; XLA's own rematerialization
+            notes              list of str
+
+        FLOPs count a multiplication and an addition each as one.
+        """
+        return {
+            "policy": self.policy,
+            "saved_bytes": self.saved_bytes,
+            "offloaded_bytes": self.offloaded_bytes,
+            "saved": [r.to_json() for r in self.saved],
+            "inputs": [r.to_json() for r in self.inputs],
+            "recomputed": [r.to_json() for r in self.recomputed],
+            "recomputed_flops": self.recomputed_flops,
+            "forward_flops": self.forward_flops,
+            "memory": {name: m.to_json() for name, m in self.memory.items()},
+            "hlo_recomputed_ops": {name: ops.total for name, ops in self.hlo.items()},
+            "hlo_recomputed_by_primitive": {n: dict(o.by_primitive) for n, o in self.hlo.items()},
+            "hlo_xla_remat": {name: len(ops.xla_remat) for name, ops in self.hlo.items()},
+            "notes": list(self.notes),
+        }
+
+    def tables(self) -> list[Table]:
+        """Return the report as tables: totals, what is kept, what is recomputed, memory."""
+        found = [_summary_table([self], title=f"policy {self.policy}")]
+        if self.saved:
+            found.append(_saved_table(self))
+        if self.recomputed:
+            found.append(_recomputed_table(self))
+        if self.memory:
+            found.append(_memory_table([self]))
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """What one module, or one primitive, keeps and recomputes."""
+
+    saved: int = 0
+    saved_bytes: int = 0
+    offloaded_bytes: int = 0
+    recomputed: int = 0
+    recomputed_flops: float = 0.0
+    recomputed_bytes: int = 0
+
+
+def _totals(report: Report, key: Callable[[Any], str]) -> dict[str, Totals]:
+    found: dict[str, Totals] = {}
+
+    def add(name: str, **amounts: float) -> None:
+        old = found.get(name, Totals())
+        new = {field: getattr(old, field) + amount for field, amount in amounts.items()}
+        found[name] = dataclasses.replace(old, **new)
+
+    for r in report.saved:
+        kind = "saved_bytes" if r.memory == "device" else "offloaded_bytes"
+        add(key(r), saved=1, **{kind: r.bytes})
+    for r in report.recomputed:
+        add(key(r), recomputed=r.count, recomputed_flops=r.flops, recomputed_bytes=r.bytes)
+    order = sorted(found.items(), key=lambda x: (-x[1].saved_bytes, -x[1].recomputed_flops))
+    return dict(order)
+
+
+# -- several reports --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison(_Shown):
+    """Several policies on one loss, side by side; ``none`` comes first.
+
+    >>> import jax, jax.numpy as jnp
+    >>> w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    >>> loss = lambda w: jnp.sum(jnp.sin(jnp.exp(w @ w)))
+    >>> both = Comparison((inspect(loss, w, policy="dots"), inspect(loss, w)))
+    >>> [r.policy for r in both.reports]
+    ['none', 'dots']
+    >>> print(both)
+    policies
+    policy  saved          offloaded  recomputed FLOPs
+    ------  -------------  ---------  ----------------
+    none    32 KiB         0 B        0 %
+    dots    16 KiB  ×0.50  0 B        0.76 %
+
+    Args:
+        reports: as `inspect` gives them, for the same loss.
+        model: what the loss is called.
+    """
+
+    reports: tuple[Report, ...]
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        ordered = sorted(self.reports, key=lambda r: r.policy != NO_POLICY)
+        object.__setattr__(self, "reports", tuple(ordered))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values: ``versions``, and ``policies``, a list of reports.
+
+        Each report is what `Report.to_json` returns; ``none`` is the first, where it is there. With
+        a ``model``, its name stands before them.
+        """
+        named = {"model": self.model} if self.model else {}
+        return named | {"versions": versions(), "policies": [r.to_json() for r in self.reports]}
+
+    def tables(self) -> list[Table]:
+        """Return the comparison as tables: one of all policies, one of all targets."""
+        found = [_summary_table(self.reports, title=f"policies{_of(self.model)}")]
+        if any(r.memory for r in self.reports):
+            found.append(_memory_table(self.reports))
+        return found
+
+
+def _of(model: str) -> str:
+    return f" of {model}" if model else ""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what the figures depend on."""
+    found = {}
+    for name in ("remat-kit", "jax", "jaxlib", "flax"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+# -- tables -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of text, rendered in three ways."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    footer: str = ""
+
+    def text(self) -> str:
+        """Return the table as plain text, columns padded."""
+        grid = [self.columns, *self.rows]
+        widths = [max(len(row[i]) for row in grid) for i in range(len(self.columns))]
+        rule = tuple("-" * w for w in widths)
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+            for row in (self.columns, rule, *self.rows)
+        ]
+        return "\n".join([self.title, *lines, *filter(None, [self.footer])])
+
+    def rich(self) -> Any:
+        """Return the table for `rich`."""
+        from rich import box
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(
+            title=Text(self.title),
+            caption=Text(self.footer) if self.footer else None,
+            title_justify="left",
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+        )
+        for column in self.columns:
+            table.add_column(Text(column), overflow="fold")
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        return table
+
+    def html(self) -> str:
+        """Return the table as HTML that takes its colours from the page."""
+        cell = 'style="text-align:left;padding:2px 12px 2px 0;border:0"'
+        head = "".join(f"<th {cell}>{html.escape(c)}</th>" for c in self.columns)
+        rows = "".join(
+            "<tr>" + "".join(f"<td {cell}>{html.escape(c)}</td>" for c in row) + "</tr>"
+            for row in self.rows
+        )
+        footer = f"<p>{html.escape(self.footer)}</p>" if self.footer else ""
+        return (
+            '<table style="border-collapse:collapse;font-size:90%;color:inherit;'
+            'background:transparent;margin-bottom:1em">'
+            f'<caption style="text-align:left;font-weight:bold">{html.escape(self.title)}</caption>'
+            f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{footer}"
+        )
+
+
+_LONGEST = 40  # rows of one table
+
+
+def _cut(rows: Sequence[tuple[str, ...]], kind: str) -> tuple[tuple[tuple[str, ...], ...], str]:
+    """Keep the first rows; say how many were left out."""
+    left = len(rows) - _LONGEST
+    return tuple(rows[:_LONGEST]), f"… and {left} more {kind}" if left > 0 else ""
+
+
+def _summary_table(reports: Sequence[Report], title: str) -> Table:
+    base = next((r for r in reports if r.policy == NO_POLICY), None)
+    rows = []
+    for r in reports:
+        share = r.recomputed_flops / r.forward_flops if r.forward_flops else 0.0
+        saved = _against(r.saved_bytes, None if base is None or r is base else base.saved_bytes)
+        rows.append((r.policy, saved, format_bytes(r.offloaded_bytes), f"{100 * share:.2g} %"))
+    return Table(title, ("policy", "saved", "offloaded", "recomputed FLOPs"), tuple(rows))
+
+
+def _against(size: int | None, base: int | None) -> str:
+    if size is None:
+        return "?"
+    ratio = f"  ×{size / base:.2f}" if base else ""
+    return format_bytes(size) + ratio
+
+
+def _memory_table(reports: Sequence[Report]) -> Table:
+    base = next((r for r in reports if r.policy == NO_POLICY), None)
+    rows = []
+    for name in dict.fromkeys(name for r in reports for name in r.memory):
+        first = base.memory.get(name) if base is not None else None
+        for r in reports:
+            if name in r.memory:
+                rows.append(_memory_row(name, r, None if r is base else first))
+    columns = ("target", "policy", "temp", "peak", "host", "fits", "headroom", "computed twice")
+    notes = tuple(dict.fromkeys(n for r in reports for n in r.notes))
+    return Table("compiled", columns, tuple(rows), footer="\n".join(f"note: {n}" for n in notes))
+
+
+def _memory_row(name: str, report: Report, base: Memory | None) -> tuple[str, ...]:
+    m, ops = report.memory[name], report.hlo.get(name)
+    headroom = "?" if m.headroom_bytes is None else format_bytes(m.headroom_bytes)
+    xla = f" (+{len(ops.xla_remat)} by XLA)" if ops is not None and ops.xla_remat else ""
+    return (
+        name,
+        report.policy,
+        _against(m.temp_bytes, base.temp_bytes if base else None),
+        _against(m.peak_bytes, base.peak_bytes if base else None),
+        format_bytes(m.host_bytes or 0),
+        "yes" if m.fits else "no",
+        headroom,
+        "?" if ops is None else f"{ops.total}{xla}",
+    )
+
+
+def roll_up(path: str) -> str:
+    """Return a module path with the numbers of repeated blocks left out.
+
+    >>> roll_up("GPT/block_11/mlp"), roll_up("GPT/layers/3/attn")
+    ('GPT/block_*/mlp', 'GPT/layers/*/attn')
+    """
+    return re.sub(r"(?<=_)\d+(?=/|$)|(?<=/)\d+(?=/|$)", "*", path)
+
+
+def _rolled(path: str, blocks: int) -> str:
+    return f"{path or '(no module)'}{f' ×{blocks}' if blocks > 1 else ''}"
+
+
+def _saved_table(report: Report) -> Table:
+    groups: dict[tuple[Any, ...], list[Residual]] = {}
+    for r in report.saved:
+        key = (roll_up(r.module), r.primitive, r.dtype, r.shape, r.source, roll_up(r.reason))
+        groups.setdefault((*key, r.memory), []).append(r)
+    ordered = sorted(groups.items(), key=lambda g: -sum(r.bytes for r in g[1]))
+    rows = []
+    for (module, primitive, dtype, shape, source, reason, memory), found in ordered:
+        blocks = len({r.module for r in found})
+        size = format_bytes(sum(r.bytes for r in found))
+        where = "" if memory == "device" else f" on {memory}"
+        count = f"{len(found)} × " if len(found) > 1 else ""
+        array = f"{count}{_array(dtype, shape)}"
+        rows.append((size + where, array, primitive, _rolled(module, blocks), source, reason))
+    total = f"kept for the backward pass: {format_bytes(report.saved_bytes)}"
+    if report.offloaded_bytes:
+        total += f" on the device, {format_bytes(report.offloaded_bytes)} on the host"
+    shown, more = _cut(rows, "kinds of values")
+    columns = ("bytes", "array", "primitive", "module", "source", "why")
+    return Table(total, columns, shown, more)
+
+
+def _array(dtype: str, shape: Sequence[int]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _recomputed_table(report: Report) -> Table:
+    groups: dict[tuple[Any, ...], list[Recomputed]] = {}
+    for r in report.recomputed:
+        key = (roll_up(r.module), r.primitive, r.dtype, r.shape, r.source)
+        groups.setdefault(key, []).append(r)
+    ordered = sorted(groups.items(), key=lambda g: -sum(r.flops for r in g[1]))
+    rows = []
+    for (module, primitive, dtype, shape, source), found in ordered:
+        flops = sum(r.flops for r in found)
+        rows.append(
+            (
+                format_flops(flops) if flops else "free",
+                str(sum(r.count for r in found)),
+                primitive,
+                _array(dtype, shape),
+                _rolled(module, len({r.module for r in found})),
+                source,
+            )
+        )
+    total = f"computed twice: {format_flops(report.recomputed_flops)}"
+    if report.forward_flops:
+        total += f", {100 * report.recomputed_flops / report.forward_flops:.2g} % of the forward"
+    shown, more = _cut(rows, "kinds of operations")
+    return Table(total, ("FLOPs", "count", "primitive", "array", "module", "source"), shown, more)
+
+
+def format_flops(n: float) -> str:
+    """Write a number of floating-point operations for a reader.
+
+    >>> format_flops(2.5e9), format_flops(64)
+    ('2.5 GFLOP', '64 FLOP')
+    """
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}FLOP"
+    return f"{n:.3g} FLOP"

@@ -1,0 +1,217 @@
+"""What the forward pass leaves in memory for the backward pass, and why.
+
+`jax.ad_checkpoint.print_saved_residuals` says where an array was made. Here each array is traced to
+the equation that computes it, through calls, loops and copies, and has a reason: a rule of a
+policy, the input of a checkpoint region, or no region at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from remat_kit import _graph
+from remat_kit._dataflow import Gradient, Op, Region, trace_gradient
+from remat_kit._policy import Decision
+from remat_kit._region import read_label
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """One array that is kept from the forward to the backward pass.
+
+    Attributes:
+        shape: of the array; what a loop makes is stacked, its length first.
+        dtype: of the array.
+        bytes: of the array.
+        module: path of the module that computes it; empty outside every module.
+        source: ``file:line`` of the user's line that computes it.
+        primitive: what computes it; empty for an argument or a constant.
+        names: the checkpoint names that the user gave it.
+        reason: why it is kept.
+        memory: ``"device"``, or ``"pinned_host"`` for an offloaded array.
+        times: how many iterations of loops its producer runs; 1 outside loops.
+        is_input: whether it is an argument or a constant, which lives anyway.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    module: str
+    source: str
+    primitive: str
+    names: tuple[str, ...]
+    reason: str
+    memory: str = "device"
+    times: int = 1
+    is_input: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, ready for `json.dumps`."""
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return plain | {"shape": list(self.shape), "names": list(self.names)}
+
+    def __str__(self) -> str:
+        dims = ",".join(map(str, self.shape))
+        loop = f" × {self.times}" if self.times > 1 else ""
+        where = "  ".join(filter(None, (self.module, self.source)))
+        return f"{self.dtype}[{dims}]  {self.primitive or 'input'}{loop}  {where}  ({self.reason})"
+
+
+def saved_residuals(
+    fn: Callable[..., Any], args: Sequence[Any], argnums: int | Sequence[int] = 0
+) -> list[Residual]:
+    """Return what the backward pass of a loss needs from its forward pass.
+
+    >>> import jax, jax.numpy as jnp
+    >>> x = jax.ShapeDtypeStruct((4,), jnp.float32)
+    >>> for r in saved_residuals(lambda x: jnp.sum(jnp.sin(x) * x), (x,)):
+    ...     print(r.dtype, r.shape, r.primitive, r.reason)
+    float32 (4,) sin needed by the backward pass, outside every region
+    float32 (4,) cos needed by the backward pass, outside every region
+    float32 (4,)  argument x
+
+    Args:
+        fn: called as ``fn(*args)``; gives a real scalar, or a pair of one and anything.
+        args: arrays or `jax.ShapeDtypeStruct`, in pytrees.
+        argnums: what to differentiate.
+
+    Returns:
+        One entry for each value, in the order of the program, arguments last. An array that the
+        backward pass never reads is left out, as the compiler leaves it out; a value that is handed
+        over twice counts once.
+
+    Raises:
+        NotDifferentiableError, UserError: `fn` has no gradient there.
+    """
+    return residuals_of(trace_gradient(fn, args, argnums, call="saved_residuals"))
+
+
+def residuals_of(gradient: Gradient) -> list[Residual]:
+    """Return the residuals of a traced gradient, arguments and constants last."""
+    why = _Reasons(gradient)
+    found: dict[tuple[int, bool], Residual] = {}
+    for op, aval in sorted(gradient.residuals, key=lambda r: r[0].producer.index):
+        key = op.inputs[0].number, op.inputs[0].on_host
+        if op in gradient.needed and _graph.nbytes(aval) and key not in found:
+            found[key] = _residual(why, op, aval)
+    return sorted(found.values(), key=lambda r: r.is_input)
+
+
+def _residual(why: _Reasons, op: Op, aval: Any) -> Residual:
+    value, producer = op.inputs[0], op.producer
+    argument = why.argument(value.number)
+    is_input = argument is not None or producer.kind not in ("equation", "carry", "cond")
+    labels, names = why.names(value.number)
+    if argument is not None:
+        reason = f"argument {argument}"
+    elif is_input:
+        reason = "constant"
+    else:
+        reason = why.reason(op, labels)
+    return Residual(
+        shape=tuple(aval.shape),
+        dtype=str(aval.dtype),
+        bytes=_graph.nbytes(aval),
+        module="" if is_input else producer.module,
+        source="" if is_input else producer.source,
+        primitive="" if is_input else producer.primitive,
+        names=names,
+        reason=reason,
+        memory=_host_memory(labels) if value.on_host else "device",
+        times=1 if is_input else round(producer.times),
+        is_input=is_input,
+    )
+
+
+_Label = tuple[Decision, str, str]
+
+
+def _host_memory(labels: Sequence[_Label]) -> str:
+    return next((to for _, _, to in labels if to), "pinned_host")
+
+
+class _Reasons:
+    """Why values are kept: what the loss itself, cut into regions, says about their numbers."""
+
+    def __init__(self, gradient: Gradient) -> None:
+        self.gradient = gradient
+        self.numbering = gradient.flow.numbering
+        self.inputs: dict[int, list[Region]] = {}
+        self.inside: dict[int, Region] = {}
+        for region in gradient.primal.regions:
+            for number in region.inputs:
+                for core in self._cores(number):
+                    self.inputs.setdefault(core, []).append(region)
+            for op in region.ops:
+                for number in op.numbers:
+                    self.inside.setdefault(number, region)
+        self.outputs = {v.number for v in gradient.outputs}
+        self.readers = self._readers()
+
+    def _cores(self, number: int) -> Iterator[int]:
+        """Yield the value that a region reads and, in a loop, the arrays that it is a slice of."""
+        number = self.numbering.core(number)
+        yield number
+        match self.numbering.key(number):
+            case ("element", _, array, _):
+                yield from self._cores(array)
+
+    def _readers(self) -> dict[Op, Region]:
+        """Map each residual that a region's backward pass reads to that region."""
+        readers: dict[Op, Region] = {}
+        for op in self.gradient.flow.ops:
+            if op.frame.regions:
+                for value in op.inputs:
+                    if value.origin is not None and value.origin.kind == "residual":
+                        readers.setdefault(value.origin, op.frame.regions[0])
+        return readers
+
+    def argument(self, number: int) -> str | None:
+        """Return the name of the argument that a value is, or is a stack of, or None."""
+        match self.numbering.key(number):
+            case ("argument", index, _):
+                return self.gradient.names[index]
+            case ("element", _, inner, _) | ("stack", _, inner, _):
+                return self.argument(inner)
+            case ("shard", _, inner) | ("unshard", _, inner):
+                return self.argument(inner)
+        return None
+
+    def names(self, number: int) -> tuple[list[_Label], tuple[str, ...]]:
+        """Return our labels and the user's names of a value."""
+        given = self.gradient.flow.names
+        both = [*given.get(number, ()), *given.get(self.numbering.core(number), ())]
+        read = {n: read_label(n) for n in both}
+        return [x for x in read.values() if x], tuple(n for n, x in read.items() if not x)
+
+    def reason(self, op: Op, labels: Sequence[_Label]) -> str:
+        if labels:
+            return _rule(*labels[0])
+        core = self.numbering.core(op.inputs[0].number)
+        if core in self.inputs:
+            return _input_of(self.inputs[core])
+        if core in self.inside:
+            return f"kept by the policy of region {_name(self.inside[core])}"
+        if op in self.readers:
+            return _input_of([self.readers[op]])
+        if op.inputs[0].number in self.outputs:
+            return "output of the function"
+        return "needed by the backward pass, outside every region"
+
+
+def _rule(decision: Decision, rule: str, destination: str) -> str:
+    if decision is Decision.OFFLOAD:
+        return f"{rule} to {destination}"
+    return f"not in {rule}" if rule.startswith("recompute(") else rule
+
+
+def _input_of(regions: Sequence[Region]) -> str:
+    paths = list(dict.fromkeys(map(_name, regions)))
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return f"input of region {paths[0]}{more}"
+
+
+def _name(region: Region) -> str:
+    return region.module or "(no module)"
