@@ -1,0 +1,258 @@
+"""A GPT-2/GPT-3 decoder in Flax Linen: pre-norm, learned positions, causal attention, GELU.
+
+Radford et al., "Language models are unsupervised multitask learners", 2019; Brown et al.,
+"Language models are few-shot learners", NeurIPS 2020, https://arxiv.org/abs/2005.14165.
+The layers are unrolled, or scanned with their parameters stacked. GPT-3's alternating sparse
+attention is left out: every layer here is dense.
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax.ad_checkpoint import checkpoint_name
+
+BLOCKS = "*/block_*"  # the paths a policy is applied to, unrolled ("block_3") or not ("block_scan")
+
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+def _positive(name, value):
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r}: must be a positive whole number")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The shape of one model; ``dtype`` is that of the computation, parameters are float32."""
+
+    layers: int
+    width: int
+    heads: int
+    vocab: int = 50257
+    seq: int = 1024
+    dtype: str = "f32"
+    dropout: float = 0.0
+    tied: bool = True
+    scan: bool = False
+
+    def __post_init__(self):
+        for name in ("layers", "width", "heads", "vocab", "seq"):
+            _positive(name, getattr(self, name))
+        if self.width % self.heads:
+            raise ValueError(
+                f"heads={self.heads} does not divide width={self.width}: must be a divisor of it"
+            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout!r}: must be a rate in [0, 1)")
+        for name in ("tied", "scan"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
+
+
+# GPT-2 as published. GPT-3 as in table 2.1 of its paper, but with the head count that makes the
+# heads of "1.3b" 128 wide, as the table says they are, and with a "13b" that 40 heads divide.
+# "72l" has the depth of MindSpore's recomputation example: 72 of the "350m" blocks.
+SIZES = {
+    "tiny": Config(layers=2, width=32, heads=4, vocab=128, seq=16),
+    "small": Config(layers=12, width=768, heads=12),
+    "medium": Config(layers=24, width=1024, heads=16),
+    "large": Config(layers=36, width=1280, heads=20),
+    "xl": Config(layers=48, width=1600, heads=25),
+    "350m": Config(layers=24, width=1024, heads=16, seq=2048),
+    "760m": Config(layers=24, width=1536, heads=16, seq=2048),
+    "1.3b": Config(layers=24, width=2048, heads=16, seq=2048),
+    "2.7b": Config(layers=32, width=2560, heads=32, seq=2048),
+    "6.7b": Config(layers=32, width=4096, heads=32, seq=2048),
+    "13b": Config(layers=40, width=5120, heads=40, seq=2048),
+    "175b": Config(layers=96, width=12288, heads=96, seq=2048),
+    "72l": Config(layers=72, width=1024, heads=16),
+}
+
+
+def _init(scale=1.0):
+    return nn.initializers.normal(0.02 * scale)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with separate query, key and value projections."""
+
+    config: Config
+
+    @nn.compact
+    def __call__(self, x):
+        c = self.config
+        dtype = DTYPES[c.dtype]
+        heads = (c.heads, c.width // c.heads)
+
+        def project(name):
+            y = nn.DenseGeneral(heads, dtype=dtype, kernel_init=_init(), name=name)(x)
+            return checkpoint_name(y, f"{name}_proj")
+
+        query, key, value = project("query"), project("key"), project("value")
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query * heads[1] ** -0.5, key)
+        causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))[None, None]
+        scores = jnp.where(causal, scores.astype(jnp.float32), -jnp.inf)
+        weights = jax.nn.softmax(scores).astype(dtype)
+        weights = nn.Dropout(c.dropout, deterministic=not c.dropout, name="dropout")(weights)
+        context = checkpoint_name(jnp.einsum("bhqk,bkhd->bqhd", weights, value), "context")
+        out_init = _init((2 * c.layers) ** -0.5)
+        out = nn.DenseGeneral(c.width, (-2, -1), dtype=dtype, kernel_init=out_init, name="out")
+        return checkpoint_name(out(context), "out_proj")
+
+
+class Feedforward(nn.Module):
+    """Two dense layers, four times the width between them, around a GELU."""
+
+    config: Config
+
+    @nn.compact
+    def __call__(self, x):
+        c = self.config
+        dtype = DTYPES[c.dtype]
+        x = nn.Dense(4 * c.width, dtype=dtype, kernel_init=_init(), name="up")(x)
+        x = nn.gelu(checkpoint_name(x, "mlpwi"))
+        down_init = _init((2 * c.layers) ** -0.5)
+        x = nn.Dense(c.width, dtype=dtype, kernel_init=down_init, name="down")(x)
+        return checkpoint_name(x, "mlpwo")
+
+
+class Block(nn.Module):
+    """One decoder layer; it returns a pair so that ``nn.scan`` can take it as it is."""
+
+    config: Config
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        c = self.config
+        dtype = DTYPES[c.dtype]
+        drop = nn.Dropout(c.dropout, deterministic=not c.dropout, name="dropout")
+        x = checkpoint_name(x, "decoder_layer_input")
+        y = Attention(c, name="attn")(nn.LayerNorm(dtype=dtype, name="ln_1")(x))
+        x = x + checkpoint_name(drop(y), "attn_out")
+        y = Feedforward(c, name="mlp")(nn.LayerNorm(dtype=dtype, name="ln_2")(x))
+        return x + drop(y), None
+
+
+class GPT(nn.Module):
+    """Tokens ``(batch, seq)`` to logits ``(batch, seq, vocab)``."""
+
+    config: Config
+
+    @nn.compact
+    def __call__(self, tokens):
+        c = self.config
+        dtype = DTYPES[c.dtype]
+        embed = nn.Embed(c.vocab, c.width, dtype=dtype, embedding_init=_init(), name="wte")
+        positions = nn.Embed(c.seq, c.width, dtype=dtype, embedding_init=_init(), name="wpe")
+        x = embed(tokens) + positions(jnp.arange(tokens.shape[1]))[None]
+        x = nn.Dropout(c.dropout, deterministic=not c.dropout, name="dropout")(x)
+        if c.scan:
+            layers = nn.scan(
+                Block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True, "dropout": True},
+                length=c.layers,
+            )
+            x, _ = layers(c, name="block_scan")(x, None)
+        else:
+            for i in range(c.layers):
+                x, _ = Block(c, name=f"block_{i}")(x)
+        x = nn.LayerNorm(dtype=dtype, name="ln_f")(x)
+        if c.tied:
+            return embed.attend(x)
+        return nn.Dense(c.vocab, False, dtype=dtype, kernel_init=_init(), name="head")(x)
+
+
+def config_of(size, **overrides):
+    """Return the ``Config`` of a preset, with every override that is not None put in.
+
+    >>> config_of("small", layers=2).width
+    768
+    """
+    if size not in SIZES:
+        raise ValueError(f"size={size!r}: must be one of {', '.join(SIZES)}")
+    given = {name: value for name, value in overrides.items() if value is not None}
+    return dataclasses.replace(SIZES[size], **given)
+
+
+def build(
+    policy=None,
+    *,
+    size="small",
+    batch=8,
+    layers=None,
+    width=None,
+    heads=None,
+    vocab=None,
+    seq=None,
+    dtype="f32",
+    dropout=0.0,
+    tied=True,
+    scan=False,
+    materialize=False,
+    seed=0,
+):
+    """Return ``(loss_fn, args)`` for one training batch: ``loss_fn(params, tokens)``.
+
+    ``tokens`` is ``(batch, seq + 1)``: each position predicts the next token. With dropout there
+    is a third argument, the random key of the step (``jax.random.PRNGKey``).
+
+    >>> loss_fn, args = build(size="tiny", batch=2, scan=True)
+    >>> jax.eval_shape(loss_fn, *args)
+    ShapeDtypeStruct(shape=(), dtype=float32)
+    >>> args[0]["block_scan"]["mlp"]["up"]["kernel"]
+    ShapeDtypeStruct(shape=(2, 32, 128), dtype=float32)
+
+    Args:
+      policy: what to save in each layer, as ``remat_kit.policy`` takes it; None leaves JAX's rule.
+      size: a preset, one of ``SIZES``.
+      batch: sequences per batch.
+      layers, width, heads, vocab, seq: override the preset.
+      dtype: of the computation, "f32" or "bf16"; parameters and the loss are float32.
+      dropout: rate on embeddings, attention weights and both residual branches.
+      tied: use the token embedding as the output layer.
+      scan: run the layers as one ``nn.scan`` with stacked parameters, not unrolled.
+      materialize: return seeded arrays in place of ``jax.ShapeDtypeStruct``.
+      seed: the seed of those arrays.
+
+    Raises:
+      ValueError: if a size is unknown or out of range; the message says what is allowed.
+    """
+    _positive("batch", batch)
+    config = config_of(
+        size,
+        layers=layers,
+        width=width,
+        heads=heads,
+        vocab=vocab,
+        seq=seq,
+        dtype=dtype,
+        dropout=dropout,
+        tied=tied,
+        scan=scan,
+    )
+    model = GPT(config)
+
+    def loss_fn(params, tokens, *key):
+        rngs = {"dropout": key[0]} if key else {}
+        logits = model.apply({"params": params}, tokens[:, :-1], rngs=rngs)
+        logits = jnp.asarray(logits, jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    def make_args():
+        init, drawn, step = jax.random.split(jax.random.PRNGKey(seed), 3)
+        tokens = jax.random.randint(drawn, (batch, config.seq + 1), 0, config.vocab)
+        params = model.init({"params": init, "dropout": step}, tokens[:, :-1])["params"]
+        return (params, tokens, step)[: 3 if config.dropout else 2]
+
+    args = make_args() if materialize else jax.eval_shape(make_args)
+    if policy is not None:
+        import remat_kit
+
+        loss_fn = remat_kit.policy(policy, at=BLOCKS)(loss_fn)
+    return loss_fn, args

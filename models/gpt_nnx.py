@@ -1,0 +1,290 @@
+"""The GPT-2/GPT-3 decoder of ``gpt.py`` in Flax NNX, with the same sizes, names and parameters.
+
+Radford et al., "Language models are unsupervised multitask learners", 2019; Brown et al.,
+"Language models are few-shot learners", NeurIPS 2020, https://arxiv.org/abs/2005.14165.
+The layers are unrolled, or scanned with their parameters stacked.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+BLOCKS = "*/block_*"  # the paths a policy is applied to, unrolled ("block_3") or not ("block_scan")
+
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+def _positive(name, value):
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r}: must be a positive whole number")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The shape of one model; ``dtype`` is that of the computation, parameters are float32."""
+
+    layers: int
+    width: int
+    heads: int
+    vocab: int = 50257
+    seq: int = 1024
+    dtype: str = "f32"
+    dropout: float = 0.0
+    tied: bool = True
+    scan: bool = False
+
+    def __post_init__(self):
+        for name in ("layers", "width", "heads", "vocab", "seq"):
+            _positive(name, getattr(self, name))
+        if self.width % self.heads:
+            raise ValueError(
+                f"heads={self.heads} does not divide width={self.width}: must be a divisor of it"
+            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout!r}: must be a rate in [0, 1)")
+        for name in ("tied", "scan"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
+
+
+# GPT-2 as published. GPT-3 as in table 2.1 of its paper, but with the head count that makes the
+# heads of "1.3b" 128 wide, as the table says they are, and with a "13b" that 40 heads divide.
+# "72l" has the depth of MindSpore's recomputation example: 72 of the "350m" blocks.
+SIZES = {
+    "tiny": Config(layers=2, width=32, heads=4, vocab=128, seq=16),
+    "small": Config(layers=12, width=768, heads=12),
+    "medium": Config(layers=24, width=1024, heads=16),
+    "large": Config(layers=36, width=1280, heads=20),
+    "xl": Config(layers=48, width=1600, heads=25),
+    "350m": Config(layers=24, width=1024, heads=16, seq=2048),
+    "760m": Config(layers=24, width=1536, heads=16, seq=2048),
+    "1.3b": Config(layers=24, width=2048, heads=16, seq=2048),
+    "2.7b": Config(layers=32, width=2560, heads=32, seq=2048),
+    "6.7b": Config(layers=32, width=4096, heads=32, seq=2048),
+    "13b": Config(layers=40, width=5120, heads=40, seq=2048),
+    "175b": Config(layers=96, width=12288, heads=96, seq=2048),
+    "72l": Config(layers=72, width=1024, heads=16),
+}
+
+
+def _init(scale=1.0):
+    return nnx.initializers.normal(0.02 * scale)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with separate query, key and value projections."""
+
+    def __init__(self, config, rngs):
+        c = config
+        heads = (c.heads, c.width // c.heads)
+        kinds = {"dtype": DTYPES[c.dtype], "rngs": rngs}
+        out_init = _init((2 * c.layers) ** -0.5)
+        self.query = nnx.LinearGeneral(c.width, heads, kernel_init=_init(), **kinds)
+        self.key = nnx.LinearGeneral(c.width, heads, kernel_init=_init(), **kinds)
+        self.value = nnx.LinearGeneral(c.width, heads, kernel_init=_init(), **kinds)
+        self.dropout = nnx.Dropout(c.dropout, deterministic=not c.dropout)
+        self.out = nnx.LinearGeneral(heads, c.width, axis=(-2, -1), kernel_init=out_init, **kinds)
+
+    def __call__(self, x, rngs=None):
+        query = checkpoint_name(self.query(x), "query_proj")
+        key = checkpoint_name(self.key(x), "key_proj")
+        value = checkpoint_name(self.value(x), "value_proj")
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query * query.shape[-1] ** -0.5, key)
+        causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))[None, None]
+        scores = jnp.where(causal, scores.astype(jnp.float32), -jnp.inf)
+        weights = self.dropout(jax.nn.softmax(scores).astype(query.dtype), rngs=rngs)
+        context = checkpoint_name(jnp.einsum("bhqk,bkhd->bqhd", weights, value), "context")
+        return checkpoint_name(self.out(context), "out_proj")
+
+
+class Feedforward(nnx.Module):
+    """Two dense layers, four times the width between them, around a GELU."""
+
+    def __init__(self, config, rngs):
+        c = config
+        kinds = {"dtype": DTYPES[c.dtype], "rngs": rngs}
+        down_init = _init((2 * c.layers) ** -0.5)
+        self.up = nnx.Linear(c.width, 4 * c.width, kernel_init=_init(), **kinds)
+        self.down = nnx.Linear(4 * c.width, c.width, kernel_init=down_init, **kinds)
+
+    def __call__(self, x):
+        x = nnx.gelu(checkpoint_name(self.up(x), "mlpwi"))
+        return checkpoint_name(self.down(x), "mlpwo")
+
+
+class Block(nnx.Module):
+    """One decoder layer."""
+
+    def __init__(self, config, rngs):
+        c = config
+        kinds = {"dtype": DTYPES[c.dtype], "rngs": rngs}
+        self.ln_1 = nnx.LayerNorm(c.width, **kinds)
+        self.attn = Attention(c, rngs)
+        self.ln_2 = nnx.LayerNorm(c.width, **kinds)
+        self.mlp = Feedforward(c, rngs)
+        self.dropout = nnx.Dropout(c.dropout, deterministic=not c.dropout)
+
+    def __call__(self, x, rngs=None):
+        x = checkpoint_name(x, "decoder_layer_input")
+        y = self.attn(self.ln_1(x), rngs)
+        x = x + checkpoint_name(self.dropout(y, rngs=rngs), "attn_out")
+        y = self.mlp(self.ln_2(x))
+        return x + self.dropout(y, rngs=rngs)
+
+
+class GPT(nnx.Module):
+    """Tokens ``(batch, seq)`` to logits ``(batch, seq, vocab)``.
+
+    Dropout takes its keys from the ``rngs`` of each call, so the module holds parameters alone.
+    """
+
+    def __init__(self, config, rngs):
+        c = config
+        kinds = {"dtype": DTYPES[c.dtype], "rngs": rngs}
+        self.config = c
+        self.wte = nnx.Embed(c.vocab, c.width, embedding_init=_init(), **kinds)
+        self.wpe = nnx.Embed(c.seq, c.width, embedding_init=_init(), **kinds)
+        self.dropout = nnx.Dropout(c.dropout, deterministic=not c.dropout)
+        if c.scan:
+            self.block_scan = nnx.vmap(lambda rngs: Block(c, rngs))(rngs.split(c.layers))
+        else:
+            # Attributes, not a list: the paths are then Linen's, and one pattern serves both.
+            for i in range(c.layers):
+                setattr(self, f"block_{i}", Block(c, rngs))
+        self.ln_f = nnx.LayerNorm(c.width, **kinds)
+        if not c.tied:
+            self.head = nnx.Linear(c.width, c.vocab, use_bias=False, kernel_init=_init(), **kinds)
+
+    def __call__(self, tokens, rngs=None):
+        c = self.config
+        x = self.wte(tokens) + self.wpe(jnp.arange(tokens.shape[1]))[None]
+        x = self.dropout(x, rngs=rngs)
+        if c.scan:
+            layers = nnx.scan(
+                lambda x, block, rngs: block(x, rngs),
+                in_axes=(nnx.Carry, 0, 0),
+                out_axes=nnx.Carry,
+            )
+            x = layers(x, self.block_scan, None if rngs is None else rngs.split(c.layers))
+        else:
+            for i in range(c.layers):
+                x = getattr(self, f"block_{i}")(x, rngs)
+        x = self.ln_f(x)
+        return self.wte.attend(x) if c.tied else self.head(x)
+
+
+def config_of(size, **overrides):
+    """Return the ``Config`` of a preset, with every override that is not None put in.
+
+    >>> config_of("small", layers=2).width
+    768
+    """
+    if size not in SIZES:
+        raise ValueError(f"size={size!r}: must be one of {', '.join(SIZES)}")
+    given = {name: value for name, value in overrides.items() if value is not None}
+    return dataclasses.replace(SIZES[size], **given)
+
+
+def loss(module, tokens, rngs=None):
+    """Return the mean cross entropy of the module's next-token predictions."""
+    logits = module(tokens[:, :-1], rngs).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def build_module(*, size="small", batch=8, seed=0, **overrides):
+    """Return ``(module, tokens)``, live: a ``GPT`` with seeded parameters, and one batch for it.
+
+    >>> module, tokens = build_module(size="tiny", batch=2)
+    >>> loss(module, tokens).shape
+    ()
+    """
+    _positive("batch", batch)
+    config = config_of(size, **overrides)
+    return GPT(config, nnx.Rngs(seed)), _tokens(config, batch, seed)
+
+
+def _tokens(config, batch, seed):
+    key = jax.random.fold_in(jax.random.PRNGKey(seed), 1)
+    return jax.random.randint(key, (batch, config.seq + 1), 0, config.vocab)
+
+
+def build(
+    policy=None,
+    *,
+    size="small",
+    batch=8,
+    layers=None,
+    width=None,
+    heads=None,
+    vocab=None,
+    seq=None,
+    dtype="f32",
+    dropout=0.0,
+    tied=True,
+    scan=False,
+    materialize=False,
+    seed=0,
+):
+    """Return ``(loss_fn, args)`` for one training batch: ``loss_fn(params, tokens)``.
+
+    ``params`` is the ``nnx.State`` of the module's parameters, and ``tokens`` is
+    ``(batch, seq + 1)``: each position predicts the next token. With dropout there is a third
+    argument, the random key of the step (``jax.random.PRNGKey``).
+
+    >>> loss_fn, args = build(size="tiny", batch=2, scan=True)
+    >>> jax.eval_shape(loss_fn, *args)
+    ShapeDtypeStruct(shape=(), dtype=float32)
+    >>> args[0]["block_scan"]["mlp"]["up"]["kernel"].get_value()
+    ShapeDtypeStruct(shape=(2, 32, 128), dtype=float32)
+
+    Args:
+      policy: what to save in each layer, as ``remat_kit.policy`` takes it; None leaves JAX's rule.
+      size: a preset, one of ``SIZES``.
+      batch: sequences per batch.
+      layers, width, heads, vocab, seq: override the preset.
+      dtype: of the computation, "f32" or "bf16"; parameters and the loss are float32.
+      dropout: rate on embeddings, attention weights and both residual branches.
+      tied: use the token embedding as the output layer.
+      scan: run the layers as one ``nnx.scan`` with stacked parameters, not unrolled.
+      materialize: return seeded arrays in place of ``jax.ShapeDtypeStruct``.
+      seed: the seed of those arrays.
+
+    Raises:
+      ValueError: if a size is unknown or out of range; the message says what is allowed.
+    """
+    _positive("batch", batch)
+    config = config_of(
+        size,
+        layers=layers,
+        width=width,
+        heads=heads,
+        vocab=vocab,
+        seq=seq,
+        dtype=dtype,
+        dropout=dropout,
+        tied=tied,
+        scan=scan,
+    )
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, nnx.Rngs(seed))))
+
+    def loss_fn(params, tokens, *key):
+        rngs = nnx.Rngs(dropout=key[0]) if key else None
+        return loss(nnx.merge(graphdef, params), tokens, rngs)
+
+    def make_args():
+        params = nnx.state(GPT(config, nnx.Rngs(seed)))
+        key = jax.random.fold_in(jax.random.PRNGKey(seed), 2)
+        return (params, _tokens(config, batch, seed), key)[: 3 if config.dropout else 2]
+
+    args = make_args() if materialize else jax.eval_shape(make_args)
+    if policy is not None:
+        import remat_kit
+
+        loss_fn = remat_kit.policy(policy, at=BLOCKS)(loss_fn)
+    return loss_fn, args
