@@ -1,0 +1,303 @@
+"""Time the tracing of a training step under remat_kit, against `nn.remat` with JAX's own policy.
+
+Every model is traced three ways: with `nn.remat` around its repeated block (the baseline), with
+`remat_kit.policy` on the same class (``class``), and with ``remat_kit.policy(..., at=...)`` on the
+loss of the unedited model (``at``). What is timed is ``jax.jit(value_and_grad(loss)).trace``, with
+JAX's caches emptied before every run, as they are in a new process. A run of the baseline and one
+of each form make a round; a ratio is formed within a round, so that a machine that slows down
+slows both of its sides; seconds are of CPU time, which other programs take less part in. Arguments
+are shapes only: the models keep their full width.
+
+    python benchmarks/trace_overhead.py
+    python benchmarks/trace_overhead.py --model gpt --policy dots --rounds 9 --json overhead.json
+
+Exit status: 0 if every median ratio is at most ``--limit``, 1 if one is above, 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import dataclasses
+import gc
+import importlib.util
+import io
+import json
+import os
+import pathlib
+import platform
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import flax
+import flax.linen as nn
+import jax
+from rich import box
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.table import Table
+
+import remat_kit
+
+MODELS = pathlib.Path(__file__).parents[1] / "models"
+JAX_POLICIES: dict[str, Any] = {
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+}
+BASELINE = "nn.remat"
+FORMS = (BASELINE, "class", "at")
+LIMIT = 1.5
+
+Loss = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model at a size, and the class of its repeated block."""
+
+    name: str
+    module: str
+    block: str
+    size: dict[str, Any]
+
+    def loss(self, form: str, policy: str) -> Loss:
+        """Build the loss anew, so that nothing traced before is known of it."""
+        module = _load(self.module)
+        if form == "at":
+            return module.build(policy=policy, **self.size)
+        block = getattr(module, self.block)
+        if form == BASELINE:
+            setattr(module, self.block, nn.remat(block, policy=JAX_POLICIES[policy]))
+        else:
+            setattr(module, self.block, remat_kit.policy(policy)(block))
+        return module.build(**self.size)
+
+
+CASES = {
+    "gpt": Case("GPT, 72 layers", "gpt", "Block", {"size": "72l", "batch": 1}),
+    "resnet": Case("ResNet-152", "resnet", "Bottleneck", {"depth": 152, "batch": 16}),
+}
+SMOKE = {
+    "gpt": Case("GPT, 2 layers", "gpt", "Block", {"size": "tiny", "batch": 1}),
+    "resnet": Case(
+        "ResNet-50, 4 wide", "resnet", "Bottleneck", {"depth": 50, "batch": 1, "width": 4}
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Seconds of each round, by form."""
+
+    case: Case
+    policy: str
+    trace_seconds: dict[str, list[float]]
+    lower_seconds: dict[str, list[float]]
+
+    def ratios(self, form: str) -> list[float]:
+        """Return tracing time over the baseline's, round by round."""
+        pairs = zip(self.trace_seconds[form], self.trace_seconds[BASELINE], strict=True)
+        return [ours / theirs for ours, theirs in pairs]
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{name}_traced", MODELS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def timed(loss: Loss) -> tuple[float, float]:
+    """Return the CPU seconds that tracing and lowering of the gradient program take."""
+    fn, args = loss
+    jax.clear_caches()
+    gc.collect()
+    step = jax.jit(jax.value_and_grad(fn))
+    begun = time.process_time()
+    traced = step.trace(*args)
+    middle = time.process_time()
+    traced.lower()
+    return middle - begun, time.process_time() - middle
+
+
+def rounds(case: Case, policy: str, count: int, tick: Callable[[], object]) -> Times:
+    """Time every form ``count`` times, the order turning, after one round that is not kept."""
+    trace: dict[str, list[float]] = {form: [] for form in FORMS}
+    lower: dict[str, list[float]] = {form: [] for form in FORMS}
+    for number in range(count + 1):
+        turn = number % len(FORMS)
+        for form in FORMS[turn:] + FORMS[:turn]:
+            seconds = timed(case.loss(form, policy))
+            if number:
+                trace[form].append(seconds[0])
+                lower[form].append(seconds[1])
+            tick()
+    return Times(case, policy, trace, lower)
+
+
+def table(results: list[Times], limit: float) -> Table:
+    """Lay the results out, one row for each form of each case."""
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in ("model", "policy", "form"):
+        out.add_column(name, no_wrap=True)
+    for name in ("trace s", "ratio", "least", "most", "lower s"):
+        out.add_column(name, justify="right", no_wrap=True)
+    for times in results:
+        for form in FORMS:
+            ratios = times.ratios(form)
+            median = statistics.median(ratios)
+            over = " >" if median > limit else ""
+            out.add_row(
+                times.case.name,
+                times.policy,
+                form,
+                f"{statistics.median(times.trace_seconds[form]):.2f}",
+                "1" if form == BASELINE else f"{median:.2f}{over}",
+                "" if form == BASELINE else f"{min(ratios):.2f}",
+                "" if form == BASELINE else f"{max(ratios):.2f}",
+                f"{statistics.median(times.lower_seconds[form]):.2f}",
+            )
+    return out
+
+
+def as_json(results: list[Times], options: argparse.Namespace) -> str:
+    """Return every time, and on what it was taken."""
+    runs = [
+        {
+            "model": times.case.name,
+            "size": times.case.size,
+            "policy": times.policy,
+            "form": form,
+            "median_ratio": statistics.median(times.ratios(form)),
+            "ratios": times.ratios(form),
+            "trace_seconds": times.trace_seconds[form],
+            "lower_seconds": times.lower_seconds[form],
+        }
+        for times in results
+        for form in FORMS
+    ]
+    report = {
+        "versions": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "flax": flax.__version__,
+        },
+        "cores": os.cpu_count(),
+        "rounds": options.rounds,
+        "limit": options.limit,
+        "smoke": options.smoke,
+        "runs": runs,
+    }
+    return json.dumps(report, indent=1) + "\n"
+
+
+def profile(case: Case, policy: str, form: str, lines: int = 40) -> str:
+    """Return where one tracing of ``form`` spends its time, by cumulative seconds."""
+    fn, args = case.loss(form, policy)
+    jax.clear_caches()
+    step = jax.jit(jax.value_and_grad(fn))
+    profiler = cProfile.Profile()
+    profiler.runcall(step.trace, *args)
+    text = io.StringIO()
+    pstats.Stats(profiler, stream=text).sort_stats("cumulative").print_stats(lines)
+    return text.getvalue()
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def _limit(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a ratio above 0")
+    return value
+
+
+def _output(text: str) -> pathlib.Path:
+    path = pathlib.Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file that can be written")
+    return path
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    out = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
+    out.add_argument("--model", action="append", choices=CASES, help="default: all")
+    out.add_argument("--policy", action="append", choices=JAX_POLICIES, help="default: all")
+    out.add_argument("--rounds", type=_count, default=5, help="rounds kept (default: 5)")
+    out.add_argument(
+        "--limit", type=_limit, default=LIMIT, metavar="R", help="largest median ratio that passes"
+    )
+    out.add_argument("--json", type=_output, metavar="PATH", help="write every time there")
+    out.add_argument("--profile", choices=FORMS, help="profile one tracing instead of timing")
+    out.add_argument("--smoke", action="store_true", help="small models, for tests")
+    return out
+
+
+def run_all(options: argparse.Namespace) -> list[Times]:
+    """Time every case under every policy, with a progress bar on stderr."""
+    cases = SMOKE if options.smoke else CASES
+    chosen = [
+        (cases[model], policy)
+        for model in dict.fromkeys(options.model or CASES)
+        for policy in dict.fromkeys(options.policy or JAX_POLICIES)
+    ]
+    bar = Progress(
+        *Progress.get_default_columns()[:2],
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    results = []
+    with bar:
+        for case, policy in chosen:
+            total = (options.rounds + 1) * len(FORMS)
+            job = bar.add_task(f"{case.name}, {policy}", total=total)
+            results.append(rounds(case, policy, options.rounds, lambda job=job: bar.advance(job)))
+    return results
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    options = parser().parse_args(argv)
+    if options.profile:
+        cases = SMOKE if options.smoke else CASES
+        for model in dict.fromkeys(options.model or CASES):
+            for policy in dict.fromkeys(options.policy or JAX_POLICIES):
+                print(f"{cases[model].name}, {policy}, {options.profile}")
+                print(profile(cases[model], policy, options.profile))
+        return 0
+    results = run_all(options)
+    if options.json:
+        options.json.write_text(as_json(results, options))
+    Console().print(table(results, options.limit))
+    found = [(statistics.median(t.ratios(form)), form, t) for t in results for form in FORMS[1:]]
+    ratio, form, times = max(found, key=lambda each: each[0])
+    if ratio > options.limit:
+        print(
+            f"error: tracing {times.case.name} with {times.policy!r} ({form}) takes {ratio:.2f} "
+            f"times as long as with nn.remat; at most {options.limit:g} passes",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Say, see and plan what a JAX training step keeps in memory.
+
+The API table: every public name of remat_kit, and the module it lives in.
+"""
+
+from remat_kit._diff import Diff as Diff
+from remat_kit._diff import diff as diff
+from remat_kit._duplicates import Recomputed as Recomputed
+from remat_kit._errors import BuildError as BuildError
+from remat_kit._errors import CompileError as CompileError
+from remat_kit._errors import InternalError as InternalError
+from remat_kit._errors import MissingPluginError as MissingPluginError
+from remat_kit._errors import NotDifferentiableError as NotDifferentiableError
+from remat_kit._errors import PolicyError as PolicyError
+from remat_kit._errors import RematKitError as RematKitError
+from remat_kit._errors import TargetError as TargetError
+from remat_kit._errors import UnknownNameError as UnknownNameError
+from remat_kit._errors import UserError as UserError
+from remat_kit._policy import Decision as Decision
+from remat_kit._policy import Policy as Policy
+from remat_kit._policy import Selector as Selector
+from remat_kit._policy import Value as Value
+from remat_kit._policy import block as block
+from remat_kit._policy import callable_policy as callable_policy
+from remat_kit._policy import cheap as cheap
+from remat_kit._policy import collective as collective
+from remat_kit._policy import dots as dots
+from remat_kit._policy import dots_no_batch as dots_no_batch
+from remat_kit._policy import dtype as dtype
+from remat_kit._policy import everything as everything
+from remat_kit._policy import first as first
+from remat_kit._policy import larger_than as larger_than
+from remat_kit._policy import module as module
+from remat_kit._policy import named as named
+from remat_kit._policy import named_regex as named_regex
+from remat_kit._policy import nested as nested
+from remat_kit._policy import nothing as nothing
+from remat_kit._policy import offload as offload
+from remat_kit._policy import primitive as primitive
+from remat_kit._policy import recompute as recompute
+from remat_kit._policy import save as save
+from remat_kit._policy import segments as segments
+from remat_kit._policy import smaller_than as smaller_than
+from remat_kit._policy import source as source
+from remat_kit._policy import uniform as uniform
+from remat_kit._policy import where as where
+from remat_kit._recipe import Recipe as Recipe
+from remat_kit._recipe import recipes as recipes
+from remat_kit._remat import name as name
+from remat_kit._remat import policy as policy
+from remat_kit._report import Comparison as Comparison
+from remat_kit._report import Report as Report
+from remat_kit._report import inspect as inspect
+from remat_kit._residuals import Residual as Residual
+from remat_kit._target import Memory as Memory
+from remat_kit._target import Target as Target
+from remat_kit._target import measure as measure
+from remat_kit._target import target as target
+from remat_kit._target import targets as targets

@@ -1,0 +1,501 @@
+"""The command line: ``remat-kit inspect | diff | measure | policies | targets``.
+
+Standard output is data: text for a terminal, plain when piped, JSON on request. Progress and errors
+go to standard error. Exit status: 0 done, 1 a fault of remat_kit, 2 a wrong call or a model that
+cannot be worked on, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from rich.console import Console
+
+from remat_kit._builder import Builder, Loss, loaded, parse_sizes
+from remat_kit._errors import InternalError, MissingPluginError, RematKitError, UserError
+
+BASELINE = "none"
+DONE, OWN_FAULT, USER_FAULT, INTERRUPTED = 0, 1, 2, 130
+_PIPE_CLOSED = 141  # what a shell reports for a process that SIGPIPE ended
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status.
+
+    >>> main(["policies", "nothing"])
+    nothing
+      keeps   save(nothing)
+      about   Keep only the inputs of the region, recompute the rest.
+      from    JAX, https://docs.jax.dev/en/latest/gradient-checkpointing.html
+    0
+
+    Args:
+      argv: the arguments; those of the process by default.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    debug = "--debug" in argv or os.environ.get("REMAT_KIT_DEBUG", "") not in ("", "0")
+    try:
+        options = _parser().parse_args(argv)
+        options.run(options)
+        sys.stdout.flush()
+    except SystemExit as error:  # argparse: --help, --version, a wrong call
+        return error.code if isinstance(error.code, int) else USER_FAULT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # What is left in the buffer would raise once more when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
+    except Exception as error:
+        return _failed(error, debug)
+    return DONE
+
+
+def _failed(error: Exception, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, RematKitError) and not isinstance(error, InternalError):
+        print(f"error: {error}", file=sys.stderr)
+        return USER_FAULT
+    print(
+        f"internal error: {type(error).__name__}: {error}\n"
+        "hint: this is a fault of remat_kit; please report it with the command you ran and what "
+        "the same command prints with --debug",
+        file=sys.stderr,
+    )
+    return OWN_FAULT
+
+
+# -- the arguments ----------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors look like ours."""
+
+    def error(self, message: str) -> NoReturn:
+        hint = f"`{self.prog} --help` shows what it takes"
+        if "FILE_OR_MODULE:build" in message:
+            hint = f"the model comes first: {self.prog} models/gpt.py:build --policy dots"
+        self.exit(USER_FAULT, f"error: {message}\nhint: {hint}\n")
+
+
+_MODEL_HELP = (
+    "a Python file or module and a function in it that returns (loss_fn, args): "
+    "models/gpt.py:build, my_package.train:build"
+)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="remat-kit",
+        description="Say, see and measure what a JAX training step keeps in memory.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(
+        required=True, metavar="COMMAND", dest="command", parser_class=_Parser
+    )
+    for name, run, about in (
+        ("inspect", _inspect, "list what is saved and what is computed twice"),
+        ("diff", _diff, "show the gradient programs without and with a policy, aligned"),
+        ("measure", _measure, "compile for chips, present or not, and show the memory it takes"),
+    ):
+        command = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        _add_model(command)
+        command.set_defaults(run=run)
+    for name in ("inspect", "diff"):
+        commands.choices[name].add_argument(
+            "--full", action="store_true", help="show everything, not the most important lines"
+        )
+    policies = commands.add_parser(
+        "policies", help="list the presets, or show one", allow_abbrev=False
+    )
+    policies.add_argument("name", nargs="?", metavar="NAME", help="a preset, a recipe, a policy")
+    policies.set_defaults(run=_policies)
+    targets = commands.add_parser(
+        "targets", help="list the chips that can be compiled for", allow_abbrev=False
+    )
+    targets.set_defaults(run=_targets)
+    for command in commands.choices.values():
+        command.add_argument(
+            "--json", metavar="PATH", help="write JSON there; - is standard output"
+        )
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="FILE_OR_MODULE:build", help=_MODEL_HELP)
+    parser.add_argument(
+        "--policy",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="P",
+        help="a preset, a recipe's path or the text of a policy; repeatable; "
+        f"{BASELINE!r} is always the first",
+    )
+    parser.add_argument(
+        "--at",
+        metavar="PATTERN",
+        help="apply the policies to these module paths ('*/block_*') of the loss, "
+        "not through the builder",
+    )
+    parser.add_argument(
+        "--target",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="T",
+        help="a chip to compile for (see `remat-kit targets`); repeatable; h100@40GiB is a "
+        "smaller h100",
+    )
+    parser.add_argument(
+        "--size",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="k=v",
+        help="an argument for the builder; repeatable",
+    )
+
+
+def _version() -> str:
+    import importlib.metadata
+
+    try:
+        return f"remat-kit {importlib.metadata.version('remat-kit')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "remat-kit, not installed"
+
+
+# -- the work of one command ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A model with the policies and targets that were asked for, all of them checked."""
+
+    builder: Builder
+    policies: tuple[str, ...]
+    targets: tuple[str, ...]
+    at: str | None
+    sizes: dict[str, Any]
+
+    def losses(self) -> dict[str, Loss]:
+        """Build the loss once for each policy, the baseline first."""
+        return {policy: self._loss(policy) for policy in self.policies}
+
+    def _loss(self, policy: str) -> Loss:
+        if policy == BASELINE or self.at is None:
+            return self.builder.build(self.sizes, None if policy == BASELINE else policy)
+        import remat_kit
+
+        fn, args = self.builder.build(self.sizes)
+        return remat_kit.policy(policy, at=self.at)(fn), args
+
+    def described(self) -> dict[str, Any]:
+        """What was asked, for JSON."""
+        return {"model": self.builder.address, "size": self.sizes, "at": self.at}
+
+
+@contextlib.contextmanager
+def _job(options: argparse.Namespace, targets: Sequence[str] = ()) -> Iterator[_Job]:
+    chosen = tuple(dict.fromkeys(options.target or targets))
+    _stay_off_the_device(chosen)
+    sizes = parse_sizes(options.size)
+    policies = _checked_policies(options.policy)
+    _check_targets(chosen)
+    _check_writable(options.json)
+    with loaded(options.model) as builder:
+        if len(policies) > 1 and options.at is None and not builder.takes_policy:
+            raise UserError(
+                f"`{options.model}`: the builder takes no policy",
+                hint="say with --at where the policies go, for example --at '*/block_*', or "
+                "give the builder a parameter `policy`",
+            )
+        yield _Job(builder, policies, chosen, options.at, sizes)
+
+
+def _checked_policies(texts: Sequence[str]) -> tuple[str, ...]:
+    from remat_kit._policy import as_policy
+
+    for text in texts:
+        as_policy(text, call=f"--policy {text}")
+    return tuple(dict.fromkeys([BASELINE, *texts]))
+
+
+def _check_targets(names: Sequence[str]) -> None:
+    from remat_kit._target import target
+
+    for name in names:
+        chip = target(name)
+        if not chip.available:
+            raise MissingPluginError(
+                f"`--target {name}`: the compiler for {chip.platform} is not installed",
+                hint=chip.needs,
+            )
+
+
+def _stay_off_the_device(targets: Sequence[str]) -> None:
+    """Trace on the CPU, so that a present accelerator's memory is left alone."""
+    import jax
+
+    local = any(name.partition("@")[0] == "local" for name in targets)
+    if not local and not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from remat_kit import _report
+
+    with _job(options) as job:
+        losses = job.losses()
+        reports = []
+        with _Progress(len(losses)) as progress:
+            for policy, (fn, args) in losses.items():
+                progress.step(policy, job.targets)
+                with job.builder.explained(losses[BASELINE]):
+                    reports.append(
+                        _report.inspect(fn, *args, target=job.targets or None, label=policy)
+                    )
+    comparison = _report.Comparison(tuple(reports))
+    if options.json:
+        _write_json(options.json, job.described() | comparison.to_json())
+    if options.json != "-":
+        alone = len(reports) == 1
+        _show(*([] if alone else [comparison]), *(reports if alone or options.full else []))
+
+
+def _diff(options: argparse.Namespace) -> None:
+    from remat_kit import _report
+
+    with _job(options) as job:
+        if len(job.policies) == 1:
+            raise UserError(
+                f"`remat-kit diff {options.model}`: there is nothing to compare the baseline with",
+                hint="give a policy, for example --policy dots",
+            )
+        losses = job.losses()
+        before, args = losses[BASELINE]
+        diffs = {}
+        with _Progress(len(losses) - 1) as progress:
+            for policy in job.policies[1:]:
+                progress.step(policy)
+                with job.builder.explained(losses[BASELINE]):
+                    after, _ = losses[policy]
+                    labels = (BASELINE, policy)
+                    diffs[policy] = _report.diff(
+                        before, after, *args, full=options.full, labels=labels
+                    )
+    if options.json:
+        found = [{"policy": policy, **diff.to_json()} for policy, diff in diffs.items()]
+        _write_json(options.json, job.described() | {"diffs": found})
+    if options.json != "-":
+        _show(*diffs.values())
+
+
+def _measure(options: argparse.Namespace) -> None:
+    from remat_kit._target import measure
+
+    found: dict[str, dict[str, Any]] = {}
+    with _job(options, targets=("cpu",)) as job:
+        losses = job.losses()
+        with _Progress(len(losses) * len(job.targets)) as progress:
+            for policy, (fn, args) in losses.items():
+                for name in job.targets:
+                    progress.step(policy, (name,))
+                    with job.builder.explained(losses[BASELINE]):
+                        memory = measure(fn, *args, target=name)
+                    found.setdefault(policy, {})[name] = memory
+    if options.json:
+        policies = [
+            {"policy": policy, "memory": {name: m.to_json() for name, m in by_target.items()}}
+            for policy, by_target in found.items()
+        ]
+        _write_json(options.json, job.described() | {"policies": policies})
+    if options.json != "-":
+        _show(_memory_table(found))
+
+
+def _memory_table(found: dict[str, dict[str, Any]]) -> Any:
+    from remat_kit._policy import format_bytes
+    from remat_kit._report import Table
+
+    def shown(size: int | None) -> str:
+        return "?" if size is None else format_bytes(size)
+
+    names = ["temporaries", "arguments", "outputs", "host", "peak", "memory", "headroom", "fits"]
+    rows = []
+    for policy, by_target in found.items():
+        for name, m in by_target.items():
+            sizes = (m.temp_bytes, m.argument_bytes, m.output_bytes, m.host_bytes, m.peak_bytes)
+            row = [policy, name, *map(shown, sizes), shown(m.memory_bytes)]
+            row += [shown(m.headroom_bytes), "yes" if m.fits else "no"]
+            rows.append((*row, "" if m.step_seconds is None else f"{1e3 * m.step_seconds:.3g} ms"))
+    columns = ("policy", "target", *names, "step")
+    if not any(row[-1] for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    notes = (n for by_target in found.values() for m in by_target.values() for n in m.notes)
+    footer = "\n".join(f"note: {note}" for note in dict.fromkeys(notes))
+    return Table("memory", columns, tuple(rows), footer)
+
+
+def _policies(options: argparse.Namespace) -> None:
+    from remat_kit import _recipe
+    from remat_kit._report import Table
+
+    _check_writable(options.json)
+    chosen = [_recipe_of(options.name)] if options.name else _recipe.recipes()
+    if options.json:
+        plain = [_recipe_json(recipe) for recipe in chosen]
+        _write_json(options.json, plain[0] if options.name else {"policies": plain})
+    if options.json == "-":
+        return
+    if options.name:
+        _show_recipe(chosen[0])
+        return
+    rows = [(r.usage, ", ".join(r.aliases), r.description) for r in chosen]
+    _show(Table("policies", ("policy", "also", "what it does"), tuple(rows)))
+
+
+def _recipe_of(text: str) -> Any:
+    from remat_kit import _recipe
+    from remat_kit._policy import as_policy
+
+    if any(mark in text for mark in "(|&~>"):
+        return _recipe.Recipe(text, repr(as_policy(text, call=text)))
+    return _recipe.load(text)
+
+
+def _recipe_json(recipe: Any) -> dict[str, Any]:
+    plain = dataclasses.asdict(recipe) | {"usage": recipe.usage}
+    plain["policy"] = plain.pop("text")
+    return plain | {"aliases": list(recipe.aliases), "parameters": dict(recipe.parameters)}
+
+
+def _show_recipe(recipe: Any) -> None:
+    print(recipe.usage)
+    lines = {
+        "keeps": recipe.text,
+        "also": ", ".join(recipe.aliases),
+        "takes": ", ".join(f"{name}: {kind}" for name, kind in recipe.parameters),
+        "about": recipe.description,
+        "from": recipe.origin,
+    }
+    for name, text in lines.items():
+        if text:
+            print(f"  {name:<7} {text}")
+
+
+def _targets(options: argparse.Namespace) -> None:
+    from remat_kit._policy import format_bytes
+    from remat_kit._report import Table
+    from remat_kit._target import targets
+
+    _check_writable(options.json)
+    _stay_off_the_device(())
+    chips = targets()
+    if options.json:
+        plain = [_target_json(chip) for chip in chips]
+        _write_json(options.json, {"targets": plain})
+    if options.json == "-":
+        return
+    rows = []
+    for chip in chips:
+        ready = "installed" if chip.available else f"missing: {chip.needs}"
+        rows.append((chip.name, chip.description, format_bytes(chip.memory_bytes), ready))
+    _show(Table("targets", ("target", "chip", "memory", "compiler"), tuple(rows)))
+
+
+def _target_json(chip: Any) -> dict[str, Any]:
+    names = (
+        *("name", "platform", "description", "memory_bytes", "bandwidth_bytes_per_second"),
+        *("host_bandwidth_bytes_per_second", "source", "available", "needs"),
+    )
+    plain = {name: getattr(chip, name) for name in names}
+    return plain | {"flops_per_second": dict(chip.flops_per_second)}
+
+
+# -- what is written --------------------------------------------------------------------------
+
+
+def _check_writable(path: str | None) -> None:
+    """Raise before the long work if JSON cannot be written after it."""
+    if path is None or path == "-":
+        return
+    existed = os.path.lexists(path)
+    with _explained_write(path), open(path, "a"):
+        pass
+    if not existed:
+        os.unlink(path)
+
+
+def _write_json(path: str, value: Any) -> None:
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    with _explained_write(path):
+        pathlib.Path(path).write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _explained_write(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"`--json {path}`: it cannot be written: {error.strerror}",
+            hint="name a file in a folder that exists and can be written, or - for the terminal",
+        ) from error
+
+
+def _show(*values: Any) -> None:
+    """Print reports or tables: with `rich` in a terminal, as plain text elsewhere."""
+    console = Console()
+    for number, value in enumerate(values):
+        if console.is_terminal:
+            console.print(value.rich() if hasattr(value, "rich") else value)
+        else:
+            print("\n" * bool(number) + (value.text() if hasattr(value, "rich") else str(value)))
+
+
+class _Progress:
+    """A line on standard error for each step: a spinner in a terminal, plain lines elsewhere."""
+
+    def __init__(self, steps: int):
+        self._steps = steps
+        self._done = 0
+        self._console = Console(stderr=True)
+        self._status: Any = None
+
+    def __enter__(self) -> _Progress:
+        if self._console.is_terminal:
+            self._status = self._console.status("tracing")
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def step(self, policy: str, targets: Sequence[str] = ()) -> None:
+        """Say what is worked on now."""
+        self._done += 1
+        compiling = f", compiling for {', '.join(targets)}" if targets else ""
+        text = f"{self._done}/{self._steps} {policy}{compiling}"
+        if self._status is not None:
+            self._status.update(text)
+        else:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)

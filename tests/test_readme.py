@@ -1,0 +1,88 @@
+"""The README: its Python runs, its commands work, its figures are those of the results."""
+
+import importlib.util
+import json
+import pathlib
+import re
+import shlex
+import sys
+
+import pytest
+
+from remat_kit import _cli
+from remat_kit._target import target
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = ROOT / "benchmarks" / "results" / "readme_table.json"
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
+PYTHON = [text for language, text in BLOCKS if language == "python"]
+COMMANDS = [
+    match.group(0)
+    for language, text in BLOCKS
+    if language != "python"
+    for match in re.finditer(r"\bremat-kit .*$", text, re.M)
+]
+
+
+def test_python_blocks_run_one_after_the_other(capsys):
+    assert len(PYTHON) >= 3
+    if not target("tpu-v5e").available:
+        pytest.skip("the compiler for TPUs is not installed")
+    namespace = {"__name__": "readme"}
+    for number, block in enumerate(PYTHON):
+        exec(compile(block, f"README.md, block {number}", "exec"), namespace)
+    shown = capsys.readouterr().out
+    assert "tpu-v5e" in shown
+    assert "Net/block_*" in shown
+    assert "16 operations computed twice" in shown
+    temp_bytes, fits = shown.split()[-2:]
+    assert int(temp_bytes) > 0
+    assert fits == "True"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_works(command, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    argv = shlex.split(command)[1:]
+    for name in ("tpu-v5e", "h100"):
+        if name in argv and not target(name).available:
+            pytest.skip(f"the compiler for {name} is not installed")
+    assert _cli.main(argv) == 0
+    shown = capsys.readouterr().out
+    if "--json" in argv:
+        assert json.loads(shown)["model"] == "models/mlp.py:build"
+    assert shown.strip()
+
+
+def test_every_command_is_shown():
+    shown = {shlex.split(command)[1] for command in COMMANDS}
+    assert shown == {"inspect", "diff", "measure", "policies", "targets"}
+
+
+def test_the_first_block_fits_a_screen():
+    assert len(PYTHON[0].splitlines()) <= 40
+
+
+def test_the_second_command_is_that_of_the_checks():
+    (tests,) = re.findall(r"^pip install -e '\.\[dev\]' && (pytest.*)$", README, re.M)
+    assert f'say "pytest" && {tests}\n' in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.skipif(not RESULTS.exists(), reason="no results in this checkout")
+def test_figures_are_those_of_the_results(monkeypatch):
+    script = ROOT / "benchmarks" / "readme_table.py"
+    spec = importlib.util.spec_from_file_location("readme_table", script)
+    bench = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "readme_table", bench)
+    spec.loader.exec_module(bench)
+    table = bench.rendered(json.loads(RESULTS.read_text(encoding="utf-8")))
+    assert RESULTS.with_suffix(".md").read_text(encoding="utf-8") == table + "\n"
+    assert bench.with_results(README, table) == README
+
+
+def test_links_lead_somewhere():
+    paths = re.findall(r"`([\w./]+/(?:README\.md)?|[A-Z]+\.md)`", README)
+    assert paths
+    for path in paths:
+        assert (ROOT / path).exists(), path
