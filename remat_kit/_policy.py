@@ -1034,6 +1034,10 @@ def offload(selector: Selector, to: str = "pinned_host") -> Policy:
 def recompute(selector: Selector) -> Policy:
     """Recompute what ``selector`` matches, keep the rest: decides as ``save(~selector)`` does.
 
+    One difference: the rest is what the program computes. A value that only a derivative rule makes
+    (the ``2 * x`` of ``x ** 2``) goes with what it is made of, where ``save(~selector)`` keeps it
+    and so spares the recompute of ``x``.
+
     >>> recompute(primitive("max")).decide(Value(primitives=("dot_general",)))
     <Decision.SAVE: 2>
 

@@ -51,7 +51,7 @@ from remat_kit._graph import (
     module_path,
     value_of,
 )
-from remat_kit._policy import Decision, Module, Policy, Where
+from remat_kit._policy import Decision, Module, Policy, Rule, Value, Where, nothing, save
 
 # -- names that carry decisions ---------------------------------------------------------------
 
@@ -263,8 +263,6 @@ def _hashable(value: Any) -> bool:
 
 def keeps_nothing(policy: Policy) -> bool:
     """Tell whether a policy recomputes every value whatever it is."""
-    from remat_kit._policy import nothing, save
-
     return policy == save(nothing)
 
 
@@ -478,31 +476,91 @@ def choose(
 
     Returns the labelled program and its labels.
     """
-    walk = _Walk(policy, full, {})
-    needed = {v for v in residuals if not isinstance(v, jec.Literal)}
-    eqns, subst, _ = walk.block(forward.eqns, needed, forward.base)
+    outputs = forward.outvars[: len(forward.outvars) - len(residuals)]
+    walk = _Walk(policy, full, _primal_values(forward, outputs) if _has_default(policy) else None)
+    eqns, subst, _ = walk.block(forward.eqns, _variables(residuals), forward.base)
     outvars = tuple(
         subst.get(v, v) if not isinstance(v, jec.Literal) else v for v in forward.outvars
     )
     return dataclasses.replace(forward, eqns=tuple(eqns), outvars=outvars), list(walk.used)
 
 
+def _variables(atoms: Sequence[Any]) -> set[Any]:
+    return {v for v in atoms if not isinstance(v, jec.Literal)}
+
+
+@functools.lru_cache(maxsize=256)
+def _has_default(policy: Policy) -> bool:
+    """Tell whether a policy keeps values that none of its rules selects."""
+    rules = (rule for rule in policy.rules() if isinstance(rule, Rule))
+    return any(rule.decision is Decision.RECOMPUTE for rule in rules)
+
+
+def _primal_values(forward: Program, outputs: Sequence[Any]) -> set[Any]:
+    """The values that the outputs need, in bodies too; all others serve a derivative rule alone."""
+    walk = _Walk(save(nothing), False, None)
+    walk.block(forward.eqns, _variables(outputs), forward.base)
+    return walk.visited
+
+
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+    """What is known of a value where it is made, apart from what it is needed for."""
+
+    eqn: Any
+    position: int
+    path: Path
+    names: Sequence[str]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Walk:
+    """A backward walk under one policy.
+
+    A `recompute` rule keeps by default what it does not select. Such a default is no wish to keep
+    the ``2 * x`` that the derivative of ``x ** 2`` makes, or the ``1 - y * y`` of ``tanh``: kept,
+    they would spare the recompute that was asked for. So a value that is kept by default and that
+    only a derivative rule makes goes with what it is made of.
+    """
+
     policy: Policy
     full: bool
-    used: dict[str, None]  # the labels given, in order, each once
+    primal: set[Any] | None  # of the forward program; None where the policy has no default
+    used: dict[str, None] = dataclasses.field(default_factory=dict)  # labels, each once, in order
+    visited: set[Any] = dataclasses.field(default_factory=set)
+    makers: dict[Any, _Maker] = dataclasses.field(default_factory=dict)
+    recomputed: dict[Any, bool] = dataclasses.field(default_factory=dict)
 
-    def label(self, eqn: Any, position: int, path: Path, names: Sequence[str]) -> str | None:
-        value = value_of(eqn, position, path, names, full=self.full)
+    def label(self, var: Any, made: _Maker) -> str | None:
+        value = value_of(made.eqn, made.position, made.path, made.names, full=self.full)
         decision = self.policy.decide(value)
-        if decision is Decision.RECOMPUTE:
+        if decision is Decision.RECOMPUTE or self.follows(var, value, made):
             return None
         destination = self.policy.destination(value) if decision is Decision.OFFLOAD else ""
         text = label(decision, self.policy.rule(value), destination)
         if text is not None:
             self.used[text] = None
         return text
+
+    def follows(self, var: Any, value: Value, made: _Maker) -> bool:
+        """Tell whether a kept value is recomputed after all, with what it is made of."""
+        if self.primal is None or var in self.primal:
+            return False
+        if self.policy.deciding(value).matches(value):
+            return False
+        return any(self.is_recomputed(v) for v in _variables(made.eqn.invars))
+
+    def is_recomputed(self, var: Any) -> bool:
+        """Tell what becomes of a value, whether or not the backward pass needs it."""
+        if var not in self.recomputed:
+            made = self.makers.get(var)
+            self.recomputed[var] = False
+            if made is not None:
+                value = value_of(made.eqn, made.position, made.path, made.names, full=self.full)
+                decision = self.policy.decide(value)
+                found = decision is Decision.RECOMPUTE or self.follows(var, value, made)
+                self.recomputed[var] = found
+        return self.recomputed[var]
 
     def block(
         self, eqns: Sequence[Any], needed: set[Any], base: Path
@@ -513,13 +571,44 @@ class _Walk:
         needed = {root.get(v, v) for v in needed}
         labels: dict[Any, str] = {}
         rewritten: list[Any] = []
-        for eqn in reversed(eqns):
-            path = module_path(eqn, base)
+        paths = [module_path(eqn, base) for eqn in eqns]
+        if self.primal is not None:
+            self.note_makers(eqns, paths, names, root)
+        for eqn, path in zip(reversed(eqns), reversed(paths), strict=True):
             if not eqn.outvars or eqn.outvars[0] not in root:
                 eqn = self.equation(eqn, path, needed, labels, names, root)
             rewritten.append(eqn)
         eqns, subst = _insert(list(reversed(rewritten)), labels, root)
+        self.visited.update(needed)
         return eqns, subst, needed
+
+    def note_makers(
+        self,
+        eqns: Sequence[Any],
+        paths: Sequence[Path],
+        names: dict[Any, tuple[str, ...]],
+        root: dict[Any, Any],
+    ) -> None:
+        for eqn, path in zip(eqns, paths, strict=True):
+            for i, var in enumerate(eqn.outvars):
+                self.recomputed.pop(var, None)  # one body may be walked for several calls of it
+                if var in root:
+                    if root[var] in self.makers:
+                        self.makers[var] = self.makers[root[var]]
+                elif eqn.primitive.name not in _ENTER:
+                    self.makers[var] = _Maker(eqn, i, path, names.get(var, ()))
+                elif eqn.primitive.name in _CALLS:
+                    self.note_inner_maker(var, eqn, i, path)
+
+    def note_inner_maker(self, var: Any, call: Any, position: int, path: Path) -> None:
+        """Look a value up that a call hands out, where the body of the call makes it."""
+        (body,) = bodies(call)
+        inner = body.jaxpr.outvars[position]
+        for eqn in body.jaxpr.eqns:
+            if inner in eqn.outvars and eqn.primitive.name not in _ENTER:
+                names = aliases(body.jaxpr.eqns).get(inner, ())
+                place = eqn.outvars.index(inner)
+                self.makers[var] = _Maker(eqn, place, module_path(eqn, path), names)
 
     def equation(
         self,
@@ -538,7 +627,8 @@ class _Walk:
             eqn, inputs = enter(self, eqn, path, wanted)
         else:
             for i, var in enumerate(eqn.outvars):
-                text = self.label(eqn, i, path, names.get(var, ())) if wanted[i] else None
+                made = _Maker(eqn, i, path, names.get(var, ()))
+                text = self.label(var, made) if wanted[i] else None
                 if text is not None:
                     labels[var] = text
                     wanted[i] = False
@@ -551,9 +641,7 @@ class _Walk:
     def body(self, body: Body, wanted: Sequence[bool], path: Path) -> tuple[Any, list[bool]]:
         """Label the values inside a body; return it and which of its inputs are needed."""
         outs = body.jaxpr.outvars
-        needed = {
-            v for v, w in zip(outs, wanted, strict=True) if w and not isinstance(v, jec.Literal)
-        }
+        needed = _variables([v for v, w in zip(outs, wanted, strict=True) if w])
         eqns, subst, needed = self.block(body.jaxpr.eqns, needed, path)
         outvars = [v if isinstance(v, jec.Literal) else subst.get(v, v) for v in outs]
         jaxpr = _jax.replace_body(body.jaxpr, eqns, outvars)
@@ -582,17 +670,20 @@ class _Walk:
 
     def call(self, eqn: Any, path: Path, wanted: list[bool]) -> tuple[Any, list[bool]]:
         (body,) = bodies(eqn)
+        if self.primal is not None:
+            inner = getattr(body.jaxpr, "jaxpr", body.jaxpr)
+            for var, outer in zip(inner.invars, eqn.invars, strict=True):
+                self.recomputed[var] = bool(_variables([outer])) and self.is_recomputed(outer)
         jaxpr, inputs = self.body(body, wanted, path)
         return eqn.replace(params={**eqn.params, body.key: jaxpr}), inputs
 
 
 # Bodies that JAX itself enters with a checkpoint policy; every other equation is one value.
+_CALLS = ("jit", "pjit", "shard_map")
 _ENTER: dict[str, Callable[..., tuple[Any, list[bool]]]] = {
     "scan": _Walk.scan,
     "cond": _Walk.cond,
-    "jit": _Walk.call,
-    "pjit": _Walk.call,
-    "shard_map": _Walk.call,
+    **dict.fromkeys(_CALLS, _Walk.call),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax.extend.core import Literal
 
 import remat_kit
-from remat_kit import _graph, _jax, module, primitive, recompute, save
+from remat_kit import _graph, _jax, primitive, recompute, save
 from remat_kit._dataflow import _CALLS, Flow, Numbering, trace_gradient
 from remat_kit._duplicates import forward_flops, recomputed, recomputed_of
 
@@ -260,11 +260,14 @@ def test_the_convolutions_of_a_resnet(implementation):
 
 def test_convolutions_are_kept_or_not(implementation):
     small = {"depth": 18, "batch": 2, "image": 32, "width": 4, "classes": 10}
-    norms = primitive("conv_general_dilated") | module("*/bn_*")
-    for policy, expected in (("dots", 0), (recompute(norms), 8 * 2 + 3)):
+    convolutions = recompute(primitive("conv_general_dilated"))
+    for policy, expected in (("dots", {}), (convolutions, {"conv_general_dilated": 8 * 2 + 3})):
         loss, args = resnet.build(policy, **small)
-        found = [r for r in recomputed(loss, args) if r.primitive == "conv_general_dilated"]
-        assert sum(r.count for r in found) == expected, policy
+        found = Counter()
+        for r in recomputed(loss, args):
+            if policy == convolutions or r.primitive == "conv_general_dilated":
+                found[r.primitive] += r.count
+        assert found == expected, policy
 
 
 def test_forward_flops_are_those_of_the_loss_alone(implementation):

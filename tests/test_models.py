@@ -90,6 +90,17 @@ def assert_near(a, b):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6 * largest)
 
 
+def assert_drawn_alike(a, b):
+    """The same random draws: within 4 ulp, since the map from bits to normals may be fused."""
+    a, b = jax.tree.leaves(a), jax.tree.leaves(b)
+    assert len(a) == len(b) > 0
+    for x, y in zip(a, b):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            np.testing.assert_array_max_ulp(np.asarray(x), np.asarray(y), maxulp=4)
+        else:
+            np.testing.assert_array_equal(x, y)
+
+
 def equations(jaxpr):
     """Every equation of a jaxpr, with those of the bodies inside."""
     for eqn in jaxpr.eqns:
@@ -301,7 +312,7 @@ def test_the_block_can_be_rematerialized_by_hand(module, block, size, monkeypatc
     _, args, expected = built(module, size)
     monkeypatch.setattr(module, block, nn.remat(getattr(module, block)))
     loss_fn, again = module.build(**size, materialize=True)
-    assert_same(args, again)
+    assert_drawn_alike(args, again)
     assert_near(expected, loss_and_grads(loss_fn, args))
 
 

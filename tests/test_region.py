@@ -15,6 +15,7 @@ from remat_kit import (
     Decision,
     dots,
     everything,
+    module,
     named,
     nothing,
     offload,
@@ -135,8 +136,12 @@ def test_transformations_compose(f, policy, transform, implementation):
     if is_old and implementation:
         pytest.skip(OLD_REMAT3)
     apply = (TRANSFORMATIONS | FORWARD)[transform]
-    got = apply(total(remat_kit.policy(policy)(f)))
-    np.testing.assert_allclose(got, apply(total(f)), rtol=2e-4, atol=2e-4)
+    got = np.asarray(apply(total(remat_kit.policy(policy)(f))))
+    expected = np.asarray(apply(total(f)))
+    # A higher derivative is a sum of hundreds of terms of both signs, which the compiler orders
+    # and fuses differently in the two programs: 18 units in the last place of the largest at most.
+    scale = np.finfo(np.float32).eps * np.abs(expected).max()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=64 * scale)
 
 
 def test_forward_mode_of_a_custom_vjp_fails_as_in_jax():
@@ -179,6 +184,36 @@ def test_both_implementations_keep_the_same(f, policy):
         # region, and the list counts the one value twice.
         sets = [set(s) for s in sets]
     assert sets[0] == sets[1]
+
+
+@pytest.mark.parametrize(
+    ("f", "target", "twice"),
+    [
+        (lambda x, w: jnp.square(x @ w), "dot_general", ["dot_general"]),
+        (lambda x, w: jax.jit(lambda h: h**2)(x @ w), "dot_general", ["dot_general"]),
+        (lambda x, w: jax.jit(jnp.matmul)(x, w) ** 2, "dot_general", ["dot_general"]),
+        (lambda x, w: jnp.square(x @ w) + jnp.sin(x), "dot_general", ["dot_general"]),
+        (lambda x, w: jnp.tanh(x @ w), "tanh", ["tanh"]),
+        (lambda x, w: jax.nn.relu(x @ w), "max", []),  # its mask is made of the product
+        (lambda x, w: jnp.square(x @ w), "tanh", []),
+    ],
+    ids=["square", "square in jit", "product in jit", "sine", "tanh", "relu", "nothing matched"],
+)
+def test_what_a_derivative_rule_makes_goes_with_what_it_is_made_of(f, target, twice):
+    """``2 * x`` is no value of the model: nobody who recomputes ``x`` means to keep it."""
+    if target == "tanh" and not twice:
+        policy = recompute(primitive("dot_general") & module("*/elsewhere", strict=False))
+    else:
+        policy = recompute(primitive(target))
+    found = remat_kit.inspect(total(remat_kit.policy(policy)(f)), X, W).recomputed
+    assert [r.primitive for r in found] == twice
+
+
+def test_what_a_rule_selects_is_kept_though_only_a_derivative_makes_it():
+    g = remat_kit.policy(save(~primitive("tanh")))(lambda x, w: jnp.tanh(x @ w))
+    report = remat_kit.inspect(total(g), X, W)
+    assert report.recomputed == ()
+    assert {r.reason for r in report.saved} == {"save(~primitive('tanh'))"}
 
 
 def test_everything_keeps_what_no_policy_keeps():
