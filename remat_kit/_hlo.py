@@ -19,22 +19,23 @@ from remat_kit._graph import join_scopes
 MARK = "rematted_computation"
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text as a set."""
     return frozenset(text.split())
 
 
 # Opcodes that compute nothing: they move, name or regroup values.
-_TRANSPARENT = _words(
+_TRANSPARENT = words(
     """bitcast bitcast-convert convert copy copy-done copy-start opt-barrier optimization-barrier
     reduce-precision reshape transpose async-update async-done"""
 )
-_UNCOUNTED = _TRANSPARENT | _words(
+_UNCOUNTED = _TRANSPARENT | words(
     """add-dependency after-all async-start broadcast call concatenate conditional constant domain
     dynamic-slice dynamic-update-slice fusion get-tuple-element iota pad parameter partition-id
     replica-id slice slice-done slice-start tuple while"""
 )
 _HEAVY_TARGET = re.compile(r"cublas|cudnn|onednn|gemm|matmul|conv|fmha|triton|mosaic", re.I)
-_HEAVY_PRIMITIVES = _words("dot_general conv_general_dilated ragged_dot_general")
+_HEAVY_PRIMITIVES = words("dot_general conv_general_dilated ragged_dot_general")
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,12 @@ def recomputed_ops(hlo_text: str) -> RecomputedOps:
 
 def xla_remat_names(program: Program) -> tuple[str, ...]:
     """Return the instructions that XLA's own rematerialization pass added: it names them so."""
-    return tuple(i.name for i in program.instructions() if _XLA_REMAT.search(i.name))
+    return tuple(i.name for i in program.instructions() if is_xla_remat(i.name))
+
+
+def is_xla_remat(name: str) -> bool:
+    """Tell by its name whether XLA's own rematerialization pass added an instruction."""
+    return _XLA_REMAT.search(name) is not None
 
 
 def module_and_primitive(op_name: str) -> tuple[str, str]:
@@ -248,11 +254,11 @@ def _executions(values_by_opcode: Mapping[str, set[int]]) -> int:
     return min(len(values) for values in values_by_opcode.values())
 
 
-_WRAPPERS = _words(
+_WRAPPERS = words(
     """closed_call cond core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr eval_jaxpr
     pjit while"""
 )
-_CALLS = _words("checkpoint core_call jit pjit remat xla_call")
+_CALLS = words("checkpoint core_call jit pjit remat xla_call")
 
 
 def _groups(parts: Iterable[str]) -> list[list[str]]:

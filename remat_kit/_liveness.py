@@ -1,0 +1,647 @@
+"""What a compiled program holds in memory, and when: a walk over its schedule.
+
+The text of a compiled program is scheduled, so the order of its instructions is the order in which
+they run. From that order and from which value is read where follows which buffers are alive at
+every step. The compiler packs the same buffers into one heap; what its packing and its other
+choices add to the sum of live buffers is shown as a figure of its own.
+
+What aliases follows XLA's documented rules (``HloDataflowAnalysis``, ``HloAliasAnalysis`` and
+``HloLiveRange`` of github.com/openxla/xla): a loop reuses the buffers it is given, a
+dynamic-update-slice writes in place, a bitcast is another view. A loop body stands once in the
+schedule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from remat_kit._hlo import Instruction, Program, words
+
+DEVICE, HOST, VMEM, OTHER = "device", "host", "vmem", "other"
+_SPACES = {"0": DEVICE, "5": HOST, "1": VMEM}
+
+
+# -- shapes -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """One array of a printed shape.
+
+    Attributes:
+        dtype: as XLA names it.
+        dims: of the logical shape.
+        bytes: that it takes, the padding of its tiles included.
+        space: the memory it lies in: ``device``, ``host``, ``vmem`` or ``other``.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    bytes: int
+    space: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+Tree = Any  # a leaf, or a list of trees
+
+
+@functools.lru_cache(maxsize=65536)
+def _parsed(shape: str) -> Tree:
+    tree, _ = _parse(_COMMENT.sub("", shape), 0)
+    return tree
+
+
+def parse_shape(shape: str) -> Tree:
+    """Return the arrays of a printed shape: an `Array`, or a list of trees for a tuple.
+
+    >>> [str(a) for a in parse_shape("(f32[2,3]{1,0}, s32[])")]
+    ['f32[2,3]', 's32[]']
+    >>> parse_shape("bf16[3,100]{1,0:T(8,128)(2,1)S(1)}")
+    Array(dtype='bf16', dims=(3, 100), bytes=2048, space='vmem')
+    """
+    return _parsed(shape)
+
+
+def _parse(text: str, at: int) -> tuple[Tree, int]:
+    if text[at] == "(":
+        parts: list[Tree] = []
+        at += 1
+        while text[at] != ")":
+            part, at = _parse(text, at)
+            parts.append(part)
+            while text[at] in ", ":
+                at += 1
+        return parts, at + 1
+    found = _ARRAY.match(text, at)
+    if found is None:
+        raise ValueError(f"not a shape: {text[at : at + 60]!r}")
+    dtype, dims, layout = found.group(1), found.group(2), found.group(3) or ""
+    return _array(dtype, dims or "", layout), found.end()
+
+
+@functools.lru_cache(maxsize=65536)
+def _array(dtype: str, dims: str, layout: str) -> Array:
+    sizes = tuple(int(d.lstrip("<=")) for d in dims.split(",") if d)
+    order, _, rest = layout.partition(":")
+    minor_to_major = [int(i) for i in order.split(",") if i]
+    tiles = [_numbers(t) for t in _TILE.findall(rest)]
+    elements = 1
+    physical = [sizes[i] for i in reversed(minor_to_major)] if minor_to_major else list(sizes)
+    if tiles:
+        tile = tiles[0]
+        physical = [1] * (len(tile) - len(physical)) + physical
+        for i, size in enumerate(reversed(tile), start=1):
+            physical[-i] = -(-physical[-i] // size) * size
+    for size in physical:
+        elements *= size
+    space = _SPACE.search(rest)
+    where = _SPACES.get(space.group(1), OTHER) if space else DEVICE
+    return Array(dtype, sizes, -(-elements * _bits(dtype) // 8), where)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(x) for x in text.split(",") if x.strip("*")]
+
+
+def _bits(dtype: str) -> int:
+    if dtype == "pred":
+        return 8
+    if dtype in ("token", "opaque"):
+        return 0
+    found = _WIDTH.search(dtype)
+    return int(found.group(1)) if found else 8
+
+
+_COMMENT = re.compile(r"/\*[^*]*\*/")
+_ARRAY = re.compile(r"([a-z][\w]*)(?:\[([\d,<=]*)\])?(?:\{([^{}]*)\})?")
+_TILE = re.compile(r"(?<=[T)])\(([\d,*]+)\)")
+_SPACE = re.compile(r"S\((\d+)\)")
+_WIDTH = re.compile(r"^(?:[a-z]+?)(\d+)")
+
+
+def leaves(tree: Tree) -> Iterator[Any]:
+    """Yield the leaves of a tree, first to last."""
+    if isinstance(tree, list):
+        for part in tree:
+            yield from leaves(part)
+    else:
+        yield tree
+
+
+# -- values and the buffers they share ----------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Value:
+    """One array that an instruction makes: its bytes, and when it is alive."""
+
+    array: Array
+    maker: Instruction
+    computation: str
+    start: int
+    end: int
+
+
+class _Values:
+    """Values, and which of them lie in one buffer."""
+
+    def __init__(self) -> None:
+        self.all: list[_Value] = []
+        self.parent: list[int] = []
+
+    def new(self, array: Array, maker: Instruction, computation: str, at: int) -> int:
+        self.all.append(_Value(array, maker, computation, at, at))
+        self.parent.append(len(self.parent))
+        return len(self.parent) - 1
+
+    def buffer(self, value: int) -> int:
+        while self.parent[value] != value:
+            self.parent[value] = self.parent[self.parent[value]]
+            value = self.parent[value]
+        return value
+
+    def share(self, a: Tree, b: Tree) -> None:
+        """Let two trees lie in the same memory, leaf by leaf."""
+        for x, y in zip(leaves(a), leaves(b), strict=False):
+            x, y = self.buffer(x), self.buffer(y)
+            if x != y:
+                self.parent[max(x, y)] = min(x, y)
+
+
+class _Walk:
+    """Runs through the schedule once, giving every value the steps at which it is alive."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.values = _Values()
+        self.steps: list[Instruction] = []
+        self.read: dict[int, list[Tree]] = {}
+        self.in_place = _InPlace(program)
+        self.elementwise = _Elementwise(program)
+
+    def computation(self, name: str, arguments: Sequence[Tree] | None) -> Tree:
+        """Walk one computation; ``arguments`` are None for the entry."""
+        trees: dict[str, Tree] = {}
+        root: Tree = []
+        for instruction in self.program.computations[name]:
+            tree = self.instruction(instruction, name, arguments, trees)
+            trees[instruction.name] = root = tree
+            if instruction.is_root:
+                break
+        return root
+
+    def fresh(self, instruction: Instruction, computation: str) -> Tree:
+        return self._fresh(parse_shape(instruction.shape), instruction, computation)
+
+    def _fresh(self, shape: Tree, instruction: Instruction, computation: str) -> Tree:
+        if isinstance(shape, list):
+            return [self._fresh(part, instruction, computation) for part in shape]
+        return self.values.new(shape, instruction, computation, len(self.steps))
+
+    def use(self, tree: Tree) -> None:
+        now = len(self.steps)
+        for value in leaves(tree):
+            self.values.all[value].end = max(self.values.all[value].end, now)
+
+    def instruction(
+        self,
+        instruction: Instruction,
+        computation: str,
+        arguments: Sequence[Tree] | None,
+        trees: dict[str, Tree],
+    ) -> Tree:
+        opcode = instruction.opcode
+        operands = [trees[name] for name in instruction.operands if name in trees]
+        if opcode == "parameter":
+            index = int(instruction.literal)
+            if arguments is None:
+                return self.fresh(instruction, computation)
+            return arguments[index]
+        if opcode == "tuple":
+            return operands
+        if opcode == "get-tuple-element":
+            return operands[0][_index(instruction)]
+        if opcode in _FORWARDING and operands:
+            return operands[0]
+        if opcode in ("copy-done", "slice-done"):
+            self.step(instruction, operands)
+            return operands[0][0]
+        if opcode.endswith("-done") and operands and isinstance(operands[0], list):
+            self.step(instruction, operands)
+            return _done(operands[0])
+        if opcode == "while":
+            return self.loop(instruction, computation, operands)
+        if opcode == "conditional":
+            return self.branch(instruction, computation, operands)
+        if opcode == "call":
+            for tree in operands:
+                self.use(tree)
+            return self.computation(instruction.called[0], operands)
+        result = self.fresh(instruction, computation)
+        self.alias(instruction, operands, result)
+        self.step(instruction, operands)
+        return result
+
+    def step(self, instruction: Instruction, operands: Sequence[Tree]) -> None:
+        for tree in operands:
+            self.use(tree)
+        self.read[len(self.steps)] = list(operands)
+        self.steps.append(instruction)
+
+    def alias(self, instruction: Instruction, operands: Sequence[Tree], result: Tree) -> None:
+        if instruction.opcode.endswith("-start") and isinstance(result, list):
+            # A copy begins as (target, source, context), all else as (sources, results, ...).
+            self.values.share(operands, result[1 if instruction.opcode == "copy-start" else 0])
+            return
+        for output, operand in self.in_place.pairs(instruction):
+            target = result[output] if isinstance(result, list) and output is not None else result
+            if operand < len(operands):
+                self.values.share(operands[operand], target)
+
+    def loop(self, instruction: Instruction, computation: str, operands: list[Tree]) -> Tree:
+        (initial,) = operands
+        self.use(initial)
+        condition, body = _loop_parts(instruction)
+        carried = self._renewed(initial, instruction, computation)
+        self.values.share(initial, carried)
+        self.computation(condition, [carried])
+        out = self.computation(body, [carried])
+        self.use(out)
+        self.values.share(carried, out)
+        result = self._renewed(initial, instruction, computation)
+        self.values.share(carried, result)
+        self.steps.append(instruction)
+        return result
+
+    def _renewed(self, tree: Tree, instruction: Instruction, computation: str) -> Tree:
+        """A value anew in the same buffer: between its last use and then the buffer is free."""
+        if isinstance(tree, list):
+            return [self._renewed(part, instruction, computation) for part in tree]
+        array = self.values.all[tree].array
+        return self.values.new(array, self.values.all[tree].maker, computation, len(self.steps))
+
+    def branch(self, instruction: Instruction, computation: str, operands: list[Tree]) -> Tree:
+        self.use(operands[0])
+        names = _branches(instruction)
+        roots = []
+        for name, tree in zip(names, operands[1:], strict=False):
+            self.use(tree)
+            roots.append(self.computation(name, [tree]))
+        result = self.fresh(instruction, computation)
+        for root in roots:
+            self.use(root)
+            self.values.share(root, result)
+        self.steps.append(instruction)
+        return result
+
+
+def _index(instruction: Instruction) -> int:
+    found = re.search(r"index=(\d+)", instruction.attributes)
+    assert found is not None
+    return int(found.group(1))
+
+
+_FORWARDING = frozenset(
+    {"bitcast", "opt-barrier", "optimization-barrier", "domain", "add-dependency"}
+)
+
+
+def _done(start: list[Tree]) -> Tree:
+    return start[1] if len(start) > 1 else start[0]
+
+
+def _loop_parts(instruction: Instruction) -> tuple[str, str]:
+    condition = re.search(r"condition=%([\w.\-]+)", instruction.attributes)
+    body = re.search(r"body=%([\w.\-]+)", instruction.attributes)
+    assert condition is not None
+    assert body is not None
+    return condition.group(1), body.group(1)
+
+
+def _branches(instruction: Instruction) -> list[str]:
+    found = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
+    if found:
+        return re.findall(r"%([\w.\-]+)", found.group(1))
+    return re.findall(r"(?:true|false)_computation=%([\w.\-]+)", instruction.attributes)
+
+
+class _InPlace:
+    """Which operand an instruction writes its result into."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.known: dict[str, list[tuple[int | None, int]]] = {}
+
+    def pairs(self, instruction: Instruction) -> list[tuple[int | None, int]]:
+        """Return (element of the result, operand); the element is None for a plain array."""
+        if instruction.opcode in ("dynamic-update-slice", "scatter"):
+            return [(None, 0)]
+        declared = _DECLARED.search(instruction.attributes)
+        if declared:
+            found = _PAIR.findall(declared.group(1))
+            return [(int(out) if out else None, int(operand)) for out, operand in found]
+        if instruction.opcode != "fusion" or not instruction.called:
+            return []
+        name = instruction.called[0]
+        if name not in self.known:
+            self.known[name] = self.of_fusion(name)
+        return self.known[name]
+
+    def of_fusion(self, name: str) -> list[tuple[int | None, int]]:
+        by_name = {i.name: i for i in self.program.computations[name]}
+        root = self.program.computations[name][-1]
+        if root.opcode == "tuple":
+            outputs = [(n, by_name.get(o)) for n, o in enumerate(root.operands)]
+        else:
+            outputs = [(None, root)]
+        pairs = []
+        for n, instruction in outputs:
+            updated = _through(instruction, by_name)
+            if updated is None or updated.opcode not in ("dynamic-update-slice", "scatter"):
+                continue
+            target = _through(by_name.get(updated.operands[0]), by_name)
+            if target is not None and target.opcode == "parameter":
+                pairs.append((n, int(target.literal)))
+        return pairs
+
+
+def _through(
+    instruction: Instruction | None, by_name: dict[str, Instruction]
+) -> Instruction | None:
+    while instruction is not None and instruction.opcode in ("bitcast", "reshape"):
+        instruction = by_name.get(instruction.operands[0])
+    return instruction
+
+
+_DECLARED = re.compile(r"output_to_operand_aliasing=\{((?:[^{}]|\{[^{}]*\})*)\}")
+_PAIR = re.compile(r"\{(\d*)\}: \((\d+), \{\}\)")
+
+
+# -- sharing that the compiler may choose -------------------------------------------------------
+
+
+class _Elementwise:
+    """Whether an instruction can write its result over an operand that nobody reads afterwards."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.known: dict[str, frozenset[int]] = {}
+
+    def operands(self, instruction: Instruction) -> Sequence[int]:
+        """Return the positions of the operands that are read element by element."""
+        if instruction.opcode in _ELEMENTWISE:
+            return range(len(instruction.operands))
+        if instruction.opcode != "fusion" or not instruction.called:
+            return ()
+        name = instruction.called[0]
+        if name not in self.known:
+            self.known[name] = self._of_fusion(self.program.computations[name])
+        return sorted(self.known[name])
+
+    def _of_fusion(self, body: Sequence[Instruction]) -> frozenset[int]:
+        moved: set[str] = set()  # values that something other than elementwise reads
+        for instruction in reversed(body):
+            spoils = instruction.name in moved or (
+                instruction.opcode not in _ELEMENTWISE
+                and instruction.opcode not in ("parameter", "tuple", "bitcast")
+            )
+            if spoils:
+                moved.update(instruction.operands)
+        return frozenset(
+            int(i.literal) for i in body if i.opcode == "parameter" and i.name not in moved
+        )
+
+
+_ELEMENTWISE = words(
+    """abs add and atan2 cbrt ceil clamp compare complex convert copy cosine divide erf exponential
+    exponential-minus-one floor imag is-finite log log-plus-one logistic maximum minimum multiply
+    negate not or popcnt power real reduce-precision remainder round-nearest-afz
+    round-nearest-even rsqrt select shift-left shift-right-arithmetic shift-right-logical sign sine
+    sqrt subtract tan tanh xor"""
+)
+
+
+# -- buffers ------------------------------------------------------------------------------------
+
+ARGUMENT, OUTPUT, TEMPORARY, CONSTANT = "argument", "output", "temporary", "constant"
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """Memory that one or more values lie in, one after the other.
+
+    Attributes:
+        makers: the instructions that make them.
+        array: the largest of them.
+        kind: ``argument``, ``output``, ``temporary`` or ``constant``.
+        alive: the steps at which it is held, as (first, last) pairs in order.
+        within: whether a temporary lies in an output's memory, before that is written.
+    """
+
+    makers: tuple[Instruction, ...]
+    array: Array
+    kind: str
+    alive: tuple[tuple[int, int], ...]
+    within: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes, with the padding of tiles."""
+        return self.array.bytes
+
+    @property
+    def space(self) -> str:
+        """The memory it lies in."""
+        return self.array.space
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The steps of a compiled program, and the buffers that are held during them.
+
+    Attributes:
+        steps: the instructions in the order they run; a loop's body once, before its loop.
+        buffers: all of them, in the order in which they are made.
+    """
+
+    steps: tuple[Instruction, ...]
+    buffers: tuple[Buffer, ...]
+
+    def bytes_of(self, kind: str) -> int:
+        """Sum the buffers of one kind on the device."""
+        return sum(b.bytes for b in self.buffers if b.kind == kind and b.space == DEVICE)
+
+    @functools.cached_property
+    def temporary_bytes(self) -> tuple[int, ...]:
+        """Bytes of the temporaries alive at each step, on the device, outside of outputs."""
+        change = [0] * (len(self.steps) + 2)
+        for buffer in self.buffers:
+            if buffer.kind == TEMPORARY and buffer.space == DEVICE and not buffer.within:
+                for first, last in buffer.alive:
+                    change[first] += buffer.bytes
+                    change[last + 1] -= buffer.bytes
+        total, out = 0, []
+        for step in range(len(self.steps)):
+            total += change[step]
+            out.append(total)
+        return tuple(out)
+
+    @functools.cached_property
+    def peak_step(self) -> int:
+        """The first step at which the most bytes of temporaries are alive."""
+        temporary = self.temporary_bytes
+        return max(range(len(temporary)), key=lambda s: (temporary[s], -s), default=0)
+
+    @property
+    def base_bytes(self) -> int:
+        """Arguments, and outputs that do not take an argument's place: held all along."""
+        return self.bytes_of(ARGUMENT) + self.bytes_of(OUTPUT)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Arguments, outputs and the most temporaries that are ever alive at once."""
+        return self.base_bytes + max(self.temporary_bytes, default=0)
+
+    def alive_at(self, step: int) -> list[Buffer]:
+        """Return what is held on the device at a step, largest first."""
+        found = [
+            b
+            for b in self.buffers
+            if b.space == DEVICE
+            and b.kind != CONSTANT
+            and not b.within
+            and (b.kind != TEMPORARY or any(first <= step <= last for first, last in b.alive))
+        ]
+        return sorted(found, key=lambda b: -b.bytes)
+
+
+def schedule(program: Program, *, reuses_outputs: bool = True) -> Schedule:
+    """Walk a scheduled program.
+
+    >>> from remat_kit._hlo import parse
+    >>> text = '''HloModule small, is_scheduled=true
+    ... ENTRY %main (x: f32[256]) -> f32[] {
+    ...   %x = f32[256]{0} parameter(0)
+    ...   %a = f32[256]{0} sine(%x)
+    ...   %b = f32[256]{0} cosine(%a)
+    ...   ROOT %c = f32[] dot(%a, %b)
+    ... }'''
+    >>> schedule(parse(text)).temporary_bytes
+    (1024, 2048, 2048)
+
+    Args:
+        program: as `_hlo.parse` gives it.
+        reuses_outputs: whether temporaries may lie where an output is written later, as they may
+            on CPU and CUDA, and not on a TPU.
+    """
+    walk = _Walk(program)
+    root = walk.computation(program.entry, None)
+    walk.use(root)
+    values = walk.values
+    outputs = {values.buffer(v) for v in leaves(root)}
+    members: dict[int, list[_Value]] = {}
+    for number, value in enumerate(values.all):
+        members.setdefault(values.buffer(number), []).append(value)
+    kinds = {b: _kind(b, found, outputs) for b, found in members.items()}
+    _let_results_take_over(walk, members, kinds)
+    buffers = [_buffer(found, kinds[b]) for b, found in members.items()]
+    return Schedule(tuple(walk.steps), tuple(_placed(buffers) if reuses_outputs else buffers))
+
+
+def _kind(buffer: int, values: Sequence[_Value], outputs: set[int]) -> str:
+    first = values[0].maker
+    if first.opcode == "parameter":
+        return ARGUMENT
+    if buffer in outputs:
+        return OUTPUT
+    return CONSTANT if first.opcode == "constant" else TEMPORARY
+
+
+def _let_results_take_over(
+    walk: _Walk, members: dict[int, list[_Value]], kinds: dict[int, str]
+) -> None:
+    """End a temporary one step early where its last reader can write over it."""
+    values = walk.values
+    made_at: dict[int, list[int]] = {}
+    last: dict[int, int] = {b: max(v.end for v in found) for b, found in members.items()}
+    for number, value in enumerate(values.all):
+        made_at.setdefault(value.start, []).append(number)
+    for step, instruction in enumerate(walk.steps):
+        positions = walk.elementwise.operands(instruction)
+        if not positions:
+            continue
+        results = [n for n in made_at.get(step, ()) if values.all[n].maker is instruction]
+        read = walk.read.get(step, ())
+        for position in positions:
+            for source in leaves(read[position]) if position < len(read) else ():
+                buffer = values.buffer(source)
+                if kinds[buffer] != TEMPORARY or last[buffer] != step:
+                    continue
+                taker = next((r for r in results if _can_take(values, source, r)), None)
+                if taker is not None:
+                    results.remove(taker)
+                    last[buffer] = step - 1
+                    for value in members[buffer]:
+                        value.end = min(value.end, step - 1)
+
+
+def _can_take(values: _Values, source: int, result: int) -> bool:
+    a, b = values.all[source].array, values.all[result].array
+    same = a.dims == b.dims and a.bytes == b.bytes and a.space == b.space
+    return same and values.buffer(source) != values.buffer(result)
+
+
+def _buffer(values: Sequence[_Value], kind: str) -> Buffer:
+    alive: list[tuple[int, int]] = []
+    for first, last in sorted((v.start, v.end) for v in values if v.end >= v.start):
+        if alive and first <= alive[-1][1] + 1:
+            alive[-1] = (alive[-1][0], max(alive[-1][1], last))
+        else:
+            alive.append((first, last))
+    largest = max(values, key=lambda v: v.array.bytes)
+    makers = tuple({v.maker.name: v.maker for v in values}.values())
+    return Buffer(makers, largest.array, kind, tuple(alive))
+
+
+def _placed(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """Put temporaries into the memory of outputs that are not written yet.
+
+    XLA's assignment goes through the buffers from the largest to the smallest and gives each the
+    smallest allocation so far that is free whenever it is alive; only then does it open a heap.
+    """
+    outputs = [b for b in buffers if b.kind == OUTPUT and b.space == DEVICE]
+    room = [(b.bytes, _mask(b)) for b in outputs]
+    order = sorted(range(len(buffers)), key=lambda n: -buffers[n].bytes)
+    least = min((size for size, _ in room), default=0)
+    out = list(buffers)
+    room.sort(key=lambda r: r[0])
+    for number in order:
+        buffer = buffers[number]
+        if buffer.kind != TEMPORARY or buffer.space != DEVICE or buffer.bytes < _WORTH_PLACING:
+            continue
+        if buffer.bytes < least and not room:
+            break
+        mask = _mask(buffer)
+        for place, (size, taken) in enumerate(room):
+            if size >= buffer.bytes and not taken & mask:
+                room[place] = (size, taken | mask)
+                out[number] = dataclasses.replace(buffer, within=True)
+                break
+    return out
+
+
+_WORTH_PLACING = 4096  # bytes; there are thousands of smaller buffers, and they do not add up
+
+
+def _mask(buffer: Buffer) -> int:
+    """The steps at which a buffer is alive, as the bits of a number."""
+    mask = 0
+    for first, last in buffer.alive:
+        mask |= ((1 << (last - first + 1)) - 1) << first
+    return mask
