@@ -16,6 +16,7 @@ from remat_kit._errors import RematKitError as RematKitError
 from remat_kit._errors import TargetError as TargetError
 from remat_kit._errors import UnknownNameError as UnknownNameError
 from remat_kit._errors import UserError as UserError
+from remat_kit._lint import Lint as Lint
 from remat_kit._policy import Decision as Decision
 from remat_kit._policy import Policy as Policy
 from remat_kit._policy import Selector as Selector

@@ -530,7 +530,7 @@ class Flow:
         numbering = self.numbering
         ins = tuple(v.number for v in inputs)
         outs = tuple(_aval(v.aval) for v in eqn.outvars)
-        if eqn.effects:
+        if _jax.has_effects(eqn):
             numbers = tuple(numbering.fresh() for _ in outs)
         else:
             key = (name, numbering.parameters(eqn.params), ins, outs)

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -58,6 +59,15 @@ def join_scopes(groups: Sequence[Sequence[str]]) -> Path:
 def module_path(eqn: Any, base: Path = ()) -> Path:
     """Return the module path of an equation inside a body whose own path is ``base``."""
     return join_scopes([base, *_jax.name_stack_groups(eqn)])
+
+
+def roll_up(path: str) -> str:
+    """Return a module path with the numbers of repeated blocks left out.
+
+    >>> roll_up("GPT/block_11/mlp"), roll_up("GPT/layers/3/attn")
+    ('GPT/block_*/mlp', 'GPT/layers/*/attn')
+    """
+    return re.sub(r"(?<=_)\d+(?=/|$)|(?<=/)\d+(?=/|$)", "*", path)
 
 
 @functools.cache
@@ -207,6 +217,30 @@ def bodies(eqn: Any) -> tuple[Body, ...]:
     if name in ("pallas_call", "custom_lin", "reduce") or name.startswith(("scatter", "reduce_")):
         return ()  # a kernel, a linear map, or how two scalars are combined
     return tuple(Body(k, v, "call") for k, v in params.items() if _jax.is_jaxpr(v))
+
+
+def without_regions(jaxpr: Any) -> Any:
+    """Return the same program with checkpoint regions that keep everything.
+
+    Under ``jax_remat3`` a region's policy is out of reach, and nothing changes. Regions in the
+    rules of functions with their own derivative stay as they are.
+    """
+    eqns = []
+    for eqn in jaxpr.eqns:
+        params = dict(eqn.params)
+        if eqn.primitive.name in ("remat2", "remat", "checkpoint"):
+            params["policy"] = jax.checkpoint_policies.everything_saveable
+        if _jax.hi_primitive(eqn) is None:
+            for body in bodies(eqn):
+                if body.kind == "rule":
+                    continue
+                if body.kind == "branch":
+                    params[body.key] = tuple(map(without_regions, eqn.params[body.key]))
+                else:
+                    params[body.key] = without_regions(body.jaxpr)
+        eqns.append(eqn.replace(params=params))
+    outvars = getattr(jaxpr, "jaxpr", jaxpr).outvars
+    return _jax.replace_body(jaxpr, eqns, outvars)
 
 
 def producers(eqn: Any, position: int = 0) -> list[Any]:

@@ -76,6 +76,14 @@ def with_caller(eqn: Any, caller: Any) -> Any:
     return eqn.replace(source_info=eqn.source_info.replace(traceback=traceback))
 
 
+def has_effects(eqn: Any) -> bool:
+    """Tell whether an equation does more than compute its outputs.
+
+    A collective is marked with the axis that it runs over, which is no effect (0.10.2 and 0.12).
+    """
+    return any(not isinstance(e, core.NamedAxisEffect) for e in eqn.effects)
+
+
 def name_stack_groups(eqn: Any) -> list[list[str]]:
     """Return the scopes of an equation's name stack, split where a transformation begins."""
     return _groups(eqn.source_info.name_stack)
@@ -291,6 +299,37 @@ _LOOPS_FILE = os.path.join("jax", "_src", "lax", "control_flow", "loops.py")
 # What policies of `jax.checkpoint` answer, and which primitives exist. 0.10.2 and 0.12 agree.
 
 Offloadable: Any = partial_eval.Offloadable
+
+
+def policy_names(policy: Any) -> dict[str, frozenset[str]]:
+    """Return the checkpoint names that a policy of JAX is made of, by what becomes of them.
+
+    The keys are "save", "offload" and "recompute". Empty for a policy that asks for no names, and
+    where its makers in `jax.checkpoint_policies` have changed: they are closures in 0.12, and of
+    the three that take names one is in 0.10.2, where the others are dataclasses.
+    """
+    kind = getattr(policy, "__qualname__", type(policy).__qualname__).partition(".")[0]
+    if getattr(policy, "__module__", "") != ad_checkpoint.__name__:
+        return {}
+    code = getattr(policy, "__code__", None)
+    cells = getattr(policy, "__closure__", None) or ()
+    held = dict(zip(code.co_freevars, (c.cell_contents for c in cells))) if code else vars(policy)
+    if kind == "save_from_both_policies":
+        halves = [policy_names(p) for p in held.values() if callable(p)]
+        both = {key: [h[key] for h in halves if key in h] for h in halves for key in h}
+        return {key: frozenset().union(*sets) for key, sets in both.items()}
+    fates = {
+        "names_which_can_be_saved": "save",
+        "saveable_names": "save",
+        "names_which_can_be_offloaded": "offload",
+        "names_not_to_save": "recompute",
+        "names": "recompute",
+    }
+    return {
+        fates[name]: frozenset(value)
+        for name, value in held.items()
+        if name in fates and isinstance(value, (set, frozenset))
+    }
 
 
 @functools.cache

@@ -172,6 +172,7 @@ class _Application:
                 return _flax.run_nnx(self.run, fn, args, kwargs)
             return self.run(fn, args, kwargs)
 
+        wrapped.__dict__[_APPLIED] = self
         return wrapped
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -235,6 +236,19 @@ class _Application:
         if _checkable(self.policy):
             values = _graph.values(program, full=False)
             algebra.check(self.policy, values, call=self.call)
+
+
+def applied(fn: Any) -> tuple[Policy | None, str | None]:
+    """Return the policy that `policy` applied to a function last, and its ``at``; None for none.
+
+    >>> applied(policy("dots", at="*/block_*")(lambda x: x)), applied(len)
+    ((save(dots), '*/block_*'), (None, None))
+    """
+    found = getattr(fn, _APPLIED, None)
+    return (None, None) if found is None else (found.policy, found.at)
+
+
+_APPLIED = "__remat_kit_policy__"
 
 
 def _is_array(x: Any) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import html
 import importlib.metadata
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +17,11 @@ from remat_kit._dataflow import trace_gradient
 from remat_kit._diff import Diff as Diff
 from remat_kit._diff import diff as diff
 from remat_kit._duplicates import Recomputed
-from remat_kit._hlo import RecomputedOps, recomputed_ops
+from remat_kit._graph import roll_up as roll_up
+from remat_kit._hlo import RecomputedOps
+from remat_kit._lint import Compiled, Lint, lints_of, raised_peak
 from remat_kit._policy import format_bytes
+from remat_kit._reading import Reading, Traced, read
 from remat_kit._residuals import Residual
 from remat_kit._target import Memory, Target
 
@@ -70,24 +72,43 @@ def inspect(
     """
     loss = fn if policy is None else _remat.policy(policy, at=at)(fn)
     gradient = trace_gradient(loss, args, argnums, call="inspect")
-    residuals = _residuals.residuals_of(gradient)
+    kept = _residuals.kept_of(gradient)
+    recomputed = tuple(_duplicates.recomputed_of(gradient))
+    forward_flops = _duplicates.forward_flops(gradient)
     memory: dict[str, Memory] = {}
-    hlo: dict[str, RecomputedOps] = {}
-    for chip in _several(target):
+    readings: dict[str, Reading] = {}
+    chips = _several(target)
+    if chips:
+        traced = Traced.of(gradient, [r for _, r in kept], loss, args, argnums)
+    for chip in chips:
         compiled = _target.compile_program(loss, args, chip, argnums=argnums, call="inspect")
         name = compiled.memory.target
         memory[name] = compiled.memory
-        if compiled.hlo_text is not None:
-            hlo[name] = recomputed_ops(compiled.hlo_text)
+        reading = read(compiled, traced)
+        if reading is not None:
+            readings[name] = reading
+    hlo = {name: reading.ops for name, reading in readings.items()}
+    chosen, place = _remat.applied(loss)
+    lints = lints_of(
+        gradient,
+        kept,
+        recomputed,
+        forward_flops=forward_flops,
+        policy=chosen,
+        at=place,
+        compiled={name: Compiled(memory[name], hlo.get(name)) for name in memory},
+    )
     return Report(
         policy=label or policy_text(policy),
-        saved=tuple(r for r in residuals if not r.is_input),
-        inputs=tuple(r for r in residuals if r.is_input),
-        recomputed=tuple(_duplicates.recomputed_of(gradient)),
-        forward_flops=_duplicates.forward_flops(gradient),
+        saved=tuple(r for _, r in kept if not r.is_input),
+        inputs=tuple(r for _, r in kept if r.is_input),
+        recomputed=recomputed,
+        forward_flops=forward_flops,
         memory=memory,
         hlo=hlo,
+        readings=readings,
         notes=tuple(dict.fromkeys(n for m in memory.values() for n in m.notes)),
+        lints=lints,
     )
 
 
@@ -139,7 +160,9 @@ class Report(_Shown):
         forward_flops: floating-point operations of the loss alone.
         memory: what the compiled gradient needs, by target.
         hlo: what the compiled gradient still computes twice, by target.
+        readings: the compiled gradient read back: peak, timeline, regions, time; by target.
         notes: what to know about the figures.
+        lints: what costs memory or time for nothing, and what to do about it.
     """
 
     policy: str
@@ -149,7 +172,11 @@ class Report(_Shown):
     forward_flops: float
     memory: Mapping[str, Memory] = dataclasses.field(default_factory=dict, hash=False)
     hlo: Mapping[str, RecomputedOps] = dataclasses.field(default_factory=dict, hash=False)
+    readings: Mapping[str, Reading] = dataclasses.field(
+        default_factory=dict, hash=False, repr=False
+    )
     notes: tuple[str, ...] = ()
+    lints: tuple[Lint, ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -224,7 +251,48 @@ class Report(_Shown):
                                          program computes twice, each with its original still there
             hlo_recomputed_by_primitive  object: target to {primitive: int}
             hlo_xla_remat                object: target to int; XLA's own rematerialization
+            peak               object, by target: the step that needs the most memory
+                bytes          int     arguments, outputs and temporaries alive then, by a walk over
+                                       the compiled schedule
+                compiler_bytes int     what the compiler says, as memory's peak_bytes
+                packing_bytes  int     their difference: gaps in its heap, its own scratch
+                phase          str     "forward", "recompute", "backward", "update" or "other"
+                step, steps    int     position in the schedule, and its length
+                module         str     of the instruction that runs then
+                attributed_fraction  float   of the bytes: with a module path or argument name
+                by_phase       object  bytes by the phase that made them; arguments, outputs apart
+                buffers        list, largest first: bytes, shape, kind ("argument", "output",
+                               "temporary"), module (of an argument its name, outside every module
+                               the function's), source, phase, op
+                buffers_left_out  int  smaller ones
+            timeline           object, by target; lists of one length, at most 600 points:
+                steps, bytes, phases   position, device bytes, what runs then
+                resident_bytes int     arguments and outputs
+                phase_peaks    object  phase to the most bytes while it runs
+                by_phase, by_module    object of lists: bytes of temporaries by who made them
+            regions            object, by target: a list, one object for each checkpoint region
+                module         str
+                verdict        str     "effective", "partly", "undone by CSE", "offload dropped",
+                                       "compiler-added" or "recomputes nothing"
+                saved_bytes    int     that the region keeps out of memory, or null
+                recomputed_flops     float   that it asks for again
+                recomputed_seconds   float   of what is recomputed there, by the roofline
+                kept_fraction  float   of the recomputation that the compiled program still has
+                message        str
+            step_seconds       object, by target:
+                roofline       float   lower bound by peak rates and bandwidth
+                compiler       float   the compiler's own estimate (TPU), else null
+                measured       float   of runs on "local", else null
+                flops, bytes   float   of the compiled program, loops counted in full
+                by_phase       object  phase to roofline seconds
             notes              list of str
+            lints              list    one object for each thing that costs for nothing:
+                code           str     its kind: "saved-upcast", "no-effect", …
+                message        str     what, where, how many bytes, and why it costs
+                fix            str     a policy or a line of code to paste
+                module         str     with repeated blocks rolled up, "" outside every module
+                source         str
+                bytes          int     that need not be kept, moved or computed again
 
         FLOPs count a multiplication and an addition each as one.
         """
@@ -241,11 +309,19 @@ class Report(_Shown):
             "hlo_recomputed_ops": {name: ops.total for name, ops in self.hlo.items()},
             "hlo_recomputed_by_primitive": {n: dict(o.by_primitive) for n, o in self.hlo.items()},
             "hlo_xla_remat": {name: len(ops.xla_remat) for name, ops in self.hlo.items()},
+            "peak": {name: r.peak.to_json() for name, r in self.readings.items()},
+            "timeline": {name: r.timeline.to_json() for name, r in self.readings.items()},
+            "regions": {n: [v.to_json() for v in r.regions] for n, r in self.readings.items()},
+            "step_seconds": {
+                name: r.step_seconds(self.memory[name].step_seconds)
+                for name, r in self.readings.items()
+            },
             "notes": list(self.notes),
+            "lints": [lint.to_json() for lint in self.lints],
         }
 
     def tables(self) -> list[Table]:
-        """Return the report as tables: totals, what is kept, what is recomputed, memory."""
+        """Return the report as tables: totals, kept, recomputed, memory, and lints if any."""
         found = [_summary_table([self], title=f"policy {self.policy}")]
         if self.saved:
             found.append(_saved_table(self))
@@ -253,7 +329,7 @@ class Report(_Shown):
             found.append(_recomputed_table(self))
         if self.memory:
             found.append(_memory_table([self]))
-        return found
+        return [*found, *_lint_tables([self])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +391,9 @@ class Comparison(_Shown):
 
     def __post_init__(self) -> None:
         ordered = sorted(self.reports, key=lambda r: r.policy != NO_POLICY)
-        object.__setattr__(self, "reports", tuple(ordered))
+        base = ordered[0] if ordered and ordered[0].policy == NO_POLICY else None
+        reports = tuple(r if base is None or r is base else _beside(r, base) for r in ordered)
+        object.__setattr__(self, "reports", reports)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values: ``versions``, and ``policies``, a list of reports.
@@ -327,11 +405,18 @@ class Comparison(_Shown):
         return named | {"versions": versions(), "policies": [r.to_json() for r in self.reports]}
 
     def tables(self) -> list[Table]:
-        """Return the comparison as tables: one of all policies, one of all targets."""
+        """Return the comparison as tables: all policies, all targets, and their lints if any."""
         found = [_summary_table(self.reports, title=f"policies{_of(self.model)}")]
         if any(r.memory for r in self.reports):
             found.append(_memory_table(self.reports))
-        return found
+        return [*found, *_lint_tables(self.reports)]
+
+
+def _beside(report: Report, base: Report) -> Report:
+    """Add what only a comparison with the memory of no policy shows."""
+    found = [raised_peak(m, base.memory.get(name)) for name, m in report.memory.items()]
+    new = [lint for lint in found if lint is not None and lint not in report.lints]
+    return dataclasses.replace(report, lints=(*report.lints, *new))
 
 
 def _of(model: str) -> str:
@@ -463,15 +548,6 @@ def _memory_row(name: str, report: Report, base: Memory | None) -> tuple[str, ..
     )
 
 
-def roll_up(path: str) -> str:
-    """Return a module path with the numbers of repeated blocks left out.
-
-    >>> roll_up("GPT/block_11/mlp"), roll_up("GPT/layers/3/attn")
-    ('GPT/block_*/mlp', 'GPT/layers/*/attn')
-    """
-    return re.sub(r"(?<=_)\d+(?=/|$)|(?<=/)\d+(?=/|$)", "*", path)
-
-
 def _rolled(path: str, blocks: int) -> str:
     return f"{path or '(no module)'}{f' ×{blocks}' if blocks > 1 else ''}"
 
@@ -526,6 +602,23 @@ def _recomputed_table(report: Report) -> Table:
         total += f", {100 * report.recomputed_flops / report.forward_flops:.2g} % of the forward"
     shown, more = _cut(rows, "kinds of operations")
     return Table(total, ("FLOPs", "count", "primitive", "array", "module", "source"), shown, more)
+
+
+def _lint_tables(reports: Sequence[Report]) -> list[Table]:
+    """One table of what is wrong, with the policies it is wrong with, or none."""
+    policies: dict[Lint, list[str]] = {}
+    for report in reports:
+        for lint in report.lints:
+            policies.setdefault(lint, []).append(report.policy)
+    if not policies:
+        return []
+    rows = [
+        (lint.code, *([", ".join(names)] if len(reports) > 1 else []), lint.message, lint.fix)
+        for lint, names in policies.items()
+    ]
+    columns = ("lint", *(["policy"] if len(reports) > 1 else []), "what", "fix")
+    shown, more = _cut(rows, "lints")
+    return [Table("lints", columns, shown, more)]
 
 
 def format_flops(n: float) -> str:

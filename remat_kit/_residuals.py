@@ -90,13 +90,18 @@ def saved_residuals(
 
 def residuals_of(gradient: Gradient) -> list[Residual]:
     """Return the residuals of a traced gradient, arguments and constants last."""
+    return [r for _, r in kept_of(gradient)]
+
+
+def kept_of(gradient: Gradient) -> list[tuple[Op, Residual]]:
+    """Return the same, each with the operation of kind "residual" that hands it over."""
     why = _Reasons(gradient)
-    found: dict[tuple[int, bool], Residual] = {}
+    found: dict[tuple[int, bool], tuple[Op, Residual]] = {}
     for op, aval in sorted(gradient.residuals, key=lambda r: r[0].producer.index):
         key = op.inputs[0].number, op.inputs[0].on_host
         if op in gradient.needed and _graph.nbytes(aval) and key not in found:
-            found[key] = _residual(why, op, aval)
-    return sorted(found.values(), key=lambda r: r.is_input)
+            found[key] = op, _residual(why, op, aval)
+    return sorted(found.values(), key=lambda kept: kept[1].is_input)
 
 
 def _residual(why: _Reasons, op: Op, aval: Any) -> Residual:

@@ -83,6 +83,7 @@ KEYS = {
     "hlo_recomputed_by_primitive": dict,
     "hlo_xla_remat": dict,
     "notes": list,
+    "lints": list,
 }
 
 
