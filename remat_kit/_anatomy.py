@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from remat_kit import _liveness
+from remat_kit._graph import roll_up
 from remat_kit._hlo import MARK, Instruction, Program, is_xla_remat, module_and_primitive
 from remat_kit._liveness import ARGUMENT, DEVICE, TEMPORARY, Buffer, Schedule
 
@@ -418,5 +419,4 @@ def _sampled(change: Sequence[int], points: Sequence[int]) -> tuple[int, ...]:
 
 def _group(module: str) -> str:
     """A module path with the numbers of repeated blocks left out, and no deeper than a block."""
-    rolled = re.sub(r"(?<=_)\d+(?=/|$)|(?<=/)\d+(?=/|$)", "*", module)
-    return "/".join(rolled.split("/")[:3]) or "(unknown)"
+    return "/".join(roll_up(module).split("/")[:3]) or "(unknown)"

@@ -107,13 +107,13 @@ def recomputed_of(gradient: Gradient) -> list[Recomputed]:
         aval, twin = found.op.eqn.outvars[0].aval, found.twin
         key = (twin.primitive, twin.module, twin.source, aval.shape, str(aval.dtype))
         groups.setdefault(key, []).append(found.op)
-    regions = _region_of(gradient)
+    regions = region_paths(gradient)
     found = [_summary(key, ops, regions) for key, ops in groups.items()]
     return sorted(found, key=lambda r: (-r.flops, -r.bytes))
 
 
-def _region_of(gradient: Gradient) -> dict[int, str]:
-    """Map each number to the path of the region that computes it."""
+def region_paths(gradient: Gradient) -> dict[int, str]:
+    """Map each number of a value to the path of the checkpoint region that computes it."""
     regions: dict[int, str] = {}
     for region in gradient.primal.regions:
         for op in region.ops:

@@ -117,11 +117,14 @@ class RecomputedOps:
         ops: the duplicates whose original is still in the program.
         unmatched: marked as recomputed, but the original is gone: the value is computed once.
         xla_remat: names of the instructions that XLA's own rematerialization added.
+        forward: how often the forward pass runs each primitive of each module, as (module,
+            primitive); the compiler may have merged several of the jaxpr.
     """
 
     ops: tuple[RecomputedOp, ...]
     unmatched: tuple[RecomputedOp, ...]
     xla_remat: tuple[str, ...]
+    forward: Mapping[tuple[str, str], int] = field(default_factory=dict, hash=False, repr=False)
 
     @property
     def total(self) -> int:
@@ -155,7 +158,7 @@ class RecomputedOps:
         }
 
 
-def recomputed_ops(hlo_text: str) -> RecomputedOps:
+def recomputed_ops(hlo: str | Program) -> RecomputedOps:
     """Count the operations that a compiled program computes twice.
 
     >>> text = '''HloModule small
@@ -175,12 +178,12 @@ def recomputed_ops(hlo_text: str) -> RecomputedOps:
     every fusion that reads them; copies of one value count once. A loop body counts once.
 
     Args:
-        hlo_text: the optimised HLO of a gradient program, as from ``compiled.as_text()``.
+        hlo: the optimised HLO of a gradient program, as from ``compiled.as_text()``, or parsed.
 
     Raises:
         ValueError: the text holds no entry computation.
     """
-    program = parse(hlo_text)
+    program = parse(hlo) if isinstance(hlo, str) else hlo
     forward: dict[_Key, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     again: dict[_Key, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     sources: dict[_Key, str] = {}
@@ -202,7 +205,10 @@ def recomputed_ops(hlo_text: str) -> RecomputedOps:
         if matched < marked:
             rest = marked - matched
             unmatched.append(RecomputedOp(key.primitive, key.module, rest, sources[key], key.heavy))
-    return RecomputedOps(tuple(ops), tuple(unmatched), xla_remat_names(program))
+    runs: Counter[tuple[str, str]] = Counter()
+    for key, found in forward.items():
+        runs[key.module, key.primitive] += _executions(found)
+    return RecomputedOps(tuple(ops), tuple(unmatched), xla_remat_names(program), runs)
 
 
 def xla_remat_names(program: Program) -> tuple[str, ...]:
@@ -222,6 +228,8 @@ def module_and_primitive(op_name: str) -> tuple[str, str]:
     ('GPT/b0/mlp', 'dot')
     >>> module_and_primitive("jit(f)/jvp(GPT)/while/body/closed_call/b0/jit(relu)/max")
     ('GPT/b0', 'max')
+    >>> module_and_primitive("jit(f)/transpose(jvp(GPT))/while/body/b/b/checkpoint/mlp/dot")
+    ('GPT/b/mlp', 'dot')
     """
     *scopes, primitive = list(_split(op_name)) or [""]
     return "/".join(_without_repeats(join_scopes(_groups(scopes)))), primitive
@@ -272,6 +280,11 @@ def _groups(parts: Iterable[str]) -> list[list[str]]:
             groups += inner or [[]]
         elif part in _WRAPPERS or (previous == "while" and part == "body"):
             groups.append([])
+        elif part == "checkpoint":
+            # In a loop's backward pass JAX writes the path of a region twice.
+            half = len(groups[-1]) // 2
+            if groups[-1][:half] == groups[-1][half:]:
+                del groups[-1][half:]
         else:
             groups[-1].append(part)
         previous = part

@@ -25,7 +25,7 @@ CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ORDER = (
     *("_errors", "_jax", "_policy", "_recipe", "_gradient", "_flax", "_graph", "_dataflow"),
     *("_region", "_remat", "_cache", "_hlo", "_liveness", "_anatomy", "_compile_worker", "_target", "_residuals"),
-    *("_duplicates", "_lint", "_diff", "_report", "_builder", "_cli", "__init__", "__main__"),
+    *("_duplicates", "_lint", "_diff", "_report", "_baseline", "testing", "_builder", "_cli", "__init__", "__main__"),
 )
 MODULES = sorted(PACKAGE.glob("*.py"))
 
@@ -61,13 +61,14 @@ def wheel(tmp_path_factory):
     return zipfile.ZipFile(path)
 
 
-def test_wheel_holds_one_package_with_the_recipes_inside(wheel):
+def test_wheel_holds_the_package_with_the_recipes_inside_and_the_plugin(wheel):
     names = [n for n in wheel.namelist() if not n.split("/")[0].endswith(".dist-info")]
-    assert {n.split("/")[0] for n in names} == {"remat_kit"}
+    assert {n.split("/")[0] for n in names} == {"remat_kit", "pytest_remat_kit.py"}
     recipes = {n.split("/")[-1] for n in names if n.startswith("remat_kit/policies/")}
     assert recipes >= {p.name for p in (ROOT / "policies").glob("*.toml")}
     assert "remat_kit/py.typed" in names
-    assert {n.split("/")[1] for n in names if n.endswith(".py")} == {p.name for p in MODULES}
+    modules = {n.split("/")[-1] for n in names if n.endswith(".py")}
+    assert modules == {p.name for p in MODULES} | {"pytest_remat_kit.py"}
 
 
 def test_wheel_says_who_it_is(wheel):
@@ -77,6 +78,7 @@ def test_wheel_says_who_it_is(wheel):
     assert "License-Expression: Apache-2.0" in text
     (scripts,) = [n for n in wheel.namelist() if n.endswith("entry_points.txt")]
     assert "remat-kit = remat_kit._cli:main" in wheel.read(scripts).decode()
+    assert "[pytest11]\nremat_kit = pytest_remat_kit" in wheel.read(scripts).decode()
 
 
 def test_installed_wheel_finds_its_recipes(wheel, tmp_path):

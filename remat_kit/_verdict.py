@@ -1,0 +1,247 @@
+"""Did the compiler keep my rematerialization? One verdict for each checkpoint region.
+
+A region asks for operations to be computed twice. The gradient's jaxpr says which; the compiled
+program says which of them are still there, with their forward twins. What is missing, the compiler
+merged again, and with it went the memory that the region was meant to save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+
+from remat_kit import _dataflow, _graph, _jax, _residuals
+from remat_kit._anatomy import RECOMPUTE, Origin
+from remat_kit._dataflow import Gradient
+from remat_kit._duplicates import duplicates, region_paths
+from remat_kit._hlo import RecomputedOps
+from remat_kit._policy import format_bytes
+from remat_kit._residuals import Residual
+from remat_kit._roofline import Estimate
+from remat_kit._target import Memory, target
+
+EFFECTIVE, PARTLY, UNDONE = "effective", "partly", "undone by CSE"
+OFFLOAD_DROPPED, COMPILER_ADDED, IDLE = "offload dropped", "compiler-added", "recomputes nothing"
+
+_KEPT_ENOUGH, _KEPT_AT_ALL = 0.75, 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What became of one checkpoint region in a compiled program.
+
+    Attributes:
+        module: the region's module path; empty for a region around everything.
+        verdict: ``effective``, ``partly``, ``undone by CSE``, ``offload dropped``,
+            ``compiler-added`` (XLA's own rematerialization, no region of the program) or
+            ``recomputes nothing``.
+        saved_bytes: what the forward pass would keep more without the regions; None if unknown.
+        recomputed_flops: floating-point operations that the region asks for a second time.
+        recomputed_seconds: of what the compiled program recomputes there, by the roofline.
+        kept_fraction: the share of the recomputation, in operations, that is still there.
+        message: the verdict in a sentence.
+    """
+
+    module: str
+    verdict: str
+    saved_bytes: int | None
+    recomputed_flops: float
+    recomputed_seconds: float
+    kept_fraction: float
+    message: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, ready for `json.dumps`."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What a region asks to be computed twice: how many, and how many operations, by primitive."""
+
+    counts: Counter[str]
+    flops: defaultdict[str, float]
+
+
+def verdicts(
+    gradient: Gradient,
+    residuals: Sequence[Residual],
+    natural: Sequence[Residual] | None,
+    ops: RecomputedOps,
+    memory: Memory,
+    estimate: Estimate,
+    origins: Mapping[str, Origin],
+) -> tuple[Verdict, ...]:
+    """Judge every checkpoint region of a gradient by the program that was compiled from it.
+
+    Args:
+        gradient: the traced gradient.
+        residuals: what it keeps.
+        natural: what it would keep without regions; None if that is unknown.
+        ops: what the compiled program computes twice.
+        memory: of the compiled program.
+        estimate: of its time.
+        origins: of its instructions.
+    """
+    regions = tuple(dict.fromkeys(region_paths(gradient).values()))
+    asked = _asked(gradient)
+    place = _Places(regions)
+    present = _by_region(((op.module, op.primitive, op.count) for op in ops.ops), place)
+    forward = _by_region(((*key, count) for key, count in ops.forward.items()), place)
+    saved = _saved(residuals, natural, place)
+    seconds: dict[str, float] = defaultdict(float)
+    for (phase, module), cost in estimate.by_place.items():
+        if phase == RECOMPUTE and (region := place.of(module)) is not None:
+            seconds[region] += cost.seconds
+    dropped = _dropped_offload(residuals, memory)
+    found = []
+    for region in regions:
+        wanted = asked.get(region, _Asked(Counter(), defaultdict(float)))
+        kept = _kept_fraction(wanted, present[region], forward[region])
+        offloads = sum(
+            r.bytes for r in residuals if r.memory != "device" and place.of(r.module) == region
+        )
+        verdict, message = _judge(wanted, kept, offloads if dropped else 0, memory)
+        flops = float(sum(wanted.flops.values()))
+        saving = saved[region] if natural is not None else None
+        found.append(Verdict(region, verdict, saving, flops, seconds[region], kept, message))
+    return (*found, *_compiler_added(ops, origins))
+
+
+class _Places:
+    """Finds the region that a module path lies in: the deepest one that begins it."""
+
+    def __init__(self, regions: Sequence[str]):
+        self.regions = sorted(regions, key=len, reverse=True)
+        self.known: dict[str, str | None] = {}
+
+    def of(self, module: str) -> str | None:
+        if module not in self.known:
+            inside = (r for r in self.regions if not r or f"{module}/".startswith(f"{r}/"))
+            self.known[module] = next(inside, None)
+        return self.known[module]
+
+
+def _asked(gradient: Gradient) -> dict[str, _Asked]:
+    paths = region_paths(gradient)
+    found: dict[str, _Asked] = {}
+    for duplicate in duplicates(gradient):
+        number = duplicate.twin.numbers[0]
+        region = paths.get(number, duplicate.twin.module)
+        asked = found.setdefault(region, _Asked(Counter(), defaultdict(float)))
+        asked.counts[duplicate.twin.primitive] += 1
+        asked.flops[duplicate.twin.primitive] += duplicate.op.flops
+    return found
+
+
+def _by_region(ops: Iterable[tuple[str, str, int]], place: _Places) -> dict[str, Counter[str]]:
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for module, primitive, count in ops:
+        region = place.of(module)
+        if region is not None:
+            found[region][primitive] += count
+    return found
+
+
+def _saved(
+    residuals: Sequence[Residual], natural: Sequence[Residual] | None, place: _Places
+) -> Counter[str]:
+    """By region: bytes that would be kept without regions, less those that are."""
+    saved: Counter[str] = Counter()
+    for sign, found in ((1, natural or ()), (-1, residuals)):
+        for r in found:
+            region = place.of(r.module)
+            if region is not None and not r.is_input and r.memory == "device":
+                saved[region] += sign * r.bytes
+    return saved
+
+
+def _kept_fraction(asked: _Asked, present: Counter[str], forward: Counter[str]) -> float:
+    """The share of the operations asked for that the compiled program still does twice.
+
+    Weighed by FLOPs. What only moves data says nothing: it is fused away at no cost. Where the
+    compiler merged several operations of the forward pass, it merges those of the recompute too.
+    """
+    total = sum(asked.flops.values())
+    if not total:
+        return 1.0
+    kept = 0.0
+    for primitive, flops in asked.flops.items():
+        possible = min(asked.counts[primitive], forward[primitive])
+        if possible:
+            kept += flops * min(1.0, present[primitive] / possible)
+    return kept / total
+
+
+def _judge(asked: _Asked, kept: float, dropped: int, memory: Memory) -> tuple[str, str]:
+    if dropped:
+        return OFFLOAD_DROPPED, (
+            f"{format_bytes(dropped)} should wait in the host's memory, and the compiled program "
+            f"keeps {format_bytes(memory.host_bytes or 0)} there in all: the compiler took the "
+            "copies out"
+        )
+    if not sum(asked.flops.values()):
+        return IDLE, "the backward pass computes nothing here a second time"
+    percent = f"{100 * kept:.0f} %"
+    if kept >= _KEPT_ENOUGH:
+        return EFFECTIVE, f"{percent} of the recomputation is in the compiled program"
+    if kept >= _KEPT_AT_ALL:
+        return PARTLY, (
+            f"{percent} of the recomputation is in the compiled program; the compiler merged the "
+            "rest with the forward pass and keeps its results"
+        )
+    return UNDONE, (
+        "the compiler merged the recomputation with the forward pass, so nothing is recomputed and "
+        "nothing is saved; outside a loop a region needs prevent_cse, which is the default"
+    )
+
+
+def _dropped_offload(residuals: Sequence[Residual], memory: Memory) -> bool:
+    offloaded = sum(r.bytes for r in residuals if r.memory != "device")
+    has_host = target(memory.target).platform != "cpu" and memory.host_bytes is not None
+    return bool(offloaded) and has_host and (memory.host_bytes or 0) < 0.5 * offloaded
+
+
+def _compiler_added(ops: RecomputedOps, origins: Mapping[str, Origin]) -> list[Verdict]:
+    counts = Counter(origins[n].module for n in ops.xla_remat if n in origins)
+    return [
+        Verdict(
+            module,
+            COMPILER_ADDED,
+            None,
+            0.0,
+            0.0,
+            1.0,
+            f"XLA's own rematerialization computes {count} instructions again, because the program "
+            "did not fit",
+        )
+        for module, count in counts.most_common()
+    ]
+
+
+# -- without regions ----------------------------------------------------------------------------
+
+
+def natural_residuals(
+    fn: Callable[..., Any], args: Sequence[Any], argnums: int | Sequence[int]
+) -> list[Residual] | None:
+    """Return what a loss would keep if its checkpoint regions were not there.
+
+    Every region gets a policy that keeps everything. None under ``jax_remat3``, where a region's
+    policy is out of reach.
+    """
+
+    def without(*args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+        changed = jec.jaxpr_as_fun(_graph.without_regions(closed))
+        return jax.tree.unflatten(jax.tree.structure(shape), changed(*jax.tree.leaves(args)))
+
+    if _jax.remat3():
+        return None
+    gradient = _dataflow.trace_gradient(without, args, argnums, call="inspect")
+    return _residuals.residuals_of(gradient)
