@@ -1,7 +1,7 @@
 """Reports: what a training step keeps, what it computes twice, what that costs on a chip.
 
 A report is a value. It prints as plain text, as tables where `rich` prints it, as HTML in a
-notebook, and as JSON.
+notebook, and as JSON; it can be written as a page, a picture and a trace.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import html
 import importlib.metadata
+import json
+import os
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from remat_kit import _duplicates, _remat, _residuals, _target
+from remat_kit import _duplicates, _figures, _html, _remat, _residuals, _target
 from remat_kit._dataflow import trace_gradient
 from remat_kit._diff import Diff as Diff
 from remat_kit._diff import diff as diff
@@ -145,7 +148,58 @@ class _Shown:
             yield table.rich()
 
     def _repr_html_(self) -> str:
-        return f'<div class="remat-kit">{"".join(t.html() for t in self.tables())}</div>'
+        tables = f'<div class="remat-kit">{"".join(t.html() for t in self.tables())}</div>'
+        plain = self._plain()
+        frame = _html.inline(plain) if any(r["timeline"] for r in plain["policies"]) else None
+        if frame is None:
+            return tables
+        return f"{frame}<details><summary>as tables</summary>{tables}</details>"
+
+    def _plain(self) -> dict[str, Any]:
+        """What a page is made of: the JSON of a comparison, here of one report."""
+        return {"versions": versions(), "policies": [self.to_json()]}
+
+    def to_json(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write a page that shows everything in a browser, from a file and with no network."""
+        pathlib.Path(path).write_text(_html.page(self._plain()), encoding="utf-8")
+
+    def to_png(self, path: str | os.PathLike[str], target: str | None = None) -> None:
+        """Draw the memory over the schedule: of one policy by phase, of several a line each.
+
+        Args:
+            path: of the picture; its suffix says the format: ``.png``, ``.svg`` or ``.pdf``.
+            target: one of those that were compiled for; the first by default.
+
+        Raises:
+            UserError: matplotlib is missing (the extra ``plot``), or nothing was compiled.
+        """
+        plain = self._plain()
+        reports = plain["policies"]
+        _figures.check_picture(path, call="to_png")
+        chosen = _figures.chosen_target(reports, target, call="to_png")
+        title = plain.get("model", "")
+        if len(reports) == 1:
+            _figures.timeline(reports[0], chosen, path, title=title)
+        else:
+            _figures.comparison(reports, chosen, path, title=title)
+
+    def to_perfetto(self, path: str | os.PathLike[str], target: str | None = None) -> None:
+        """Write the timeline as a trace for ui.perfetto.dev; a step counts as a microsecond.
+
+        Args:
+            path: of the JSON file.
+            target: one of those that were compiled for; the first by default.
+
+        Raises:
+            UserError: nothing was compiled.
+        """
+        reports = self._plain()["policies"]
+        chosen = _figures.chosen_target(reports, target, call="to_perfetto")
+        trace = json.dumps(_figures.perfetto(reports, chosen))
+        pathlib.Path(path).write_text(trace, encoding="utf-8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -403,6 +457,9 @@ class Comparison(_Shown):
         """
         named = {"model": self.model} if self.model else {}
         return named | {"versions": versions(), "policies": [r.to_json() for r in self.reports]}
+
+    def _plain(self) -> dict[str, Any]:
+        return self.to_json()
 
     def tables(self) -> list[Table]:
         """Return the comparison as tables: all policies, all targets, and their lints if any."""
