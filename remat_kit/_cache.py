@@ -69,7 +69,7 @@ class Cache:
         """Keep the answer; where the directory cannot be written, warn once and go on."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            _write_atomically(self._path(key), _pack(answer))
+            write_atomically(self._path(key), _pack(answer))
             self._evict()
         except OSError as error:
             _warn_once(self.directory, error)
@@ -133,7 +133,8 @@ def _unpack(data: bytes) -> bytes | None:
     return zlib.decompress(body)
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file by these bytes, so that a reader sees all of them or none."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
     try:
         with os.fdopen(handle, "wb") as file:

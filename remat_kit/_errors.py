@@ -11,6 +11,7 @@
     ├── TargetError              a chip cannot be compiled for here
     │   ├── MissingPluginError   the extra that brings its compiler is not installed
     │   └── CompileError         the compiler refused the program or died
+    ├── CheckError               a check of `remat_kit.testing` failed
     └── InternalError            a fault of remat_kit itself; please report it
 
 Every message names the call in backticks, says what came and why it cannot work, and ends in
@@ -62,6 +63,10 @@ class MissingPluginError(TargetError):
 
 class CompileError(TargetError):
     """The compiler refused the program, or its process died."""
+
+
+class CheckError(RematKitError, AssertionError):
+    """A check of `remat_kit.testing` failed."""
 
 
 class InternalError(RematKitError, AssertionError):
