@@ -89,6 +89,12 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USER_FAULT, f"error: {message}\nhint: {hint}\n")
 
 
+_FILES = {
+    "html": "write a page there that shows everything, for a browser",
+    "png": "draw the memory over the schedule there, for each target; .svg and .pdf work too",
+    "perfetto": "write the timeline there, for each target, as a trace for ui.perfetto.dev",
+}
+
 _MODEL_HELP = (
     "a Python file or module and a function in it that returns (loss_fn, args): "
     "models/gpt.py:build, my_package.train:build"
@@ -116,6 +122,10 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("inspect", "diff"):
         commands.choices[name].add_argument(
             "--full", action="store_true", help="show everything, not the most important lines"
+        )
+    for kind, about in _FILES.items():
+        commands.choices["inspect"].add_argument(
+            f"--{kind}", metavar="PATH", type=pathlib.Path, help=about
         )
     policies = commands.add_parser(
         "policies", help="list the presets, or show one", allow_abbrev=False
@@ -259,6 +269,7 @@ def _stay_off_the_device(targets: Sequence[str]) -> None:
 def _inspect(options: argparse.Namespace) -> None:
     from remat_kit import _report
 
+    files = _files(options)
     with _job(options) as job:
         losses = job.losses()
         reports = []
@@ -272,9 +283,56 @@ def _inspect(options: argparse.Namespace) -> None:
     comparison = _report.Comparison(tuple(reports))
     if options.json:
         _write_json(options.json, job.described() | comparison.to_json())
+    _write_files(files, dataclasses.replace(comparison, model=job.builder.address))
     if options.json != "-":
         alone = len(reports) == 1
         _show(*([] if alone else [comparison]), *(reports if alone or options.full else []))
+
+
+def _files(options: argparse.Namespace) -> list[tuple[str, str, pathlib.Path]]:
+    """What to write where besides JSON, checked: kinds, targets and paths.
+
+    With several targets, each picture and trace has its target in its name.
+    """
+    found = [("html", "", options.html)] if options.html else []
+    targets = tuple(dict.fromkeys(options.target))
+    for kind in ("png", "perfetto"):
+        path = getattr(options, kind)
+        if path is None:
+            continue
+        if not targets:
+            raise UserError(
+                f"`--{kind} {path}`: without a target nothing is compiled, and there is no "
+                "timeline to write",
+                hint="add --target, for example --target cpu",
+            )
+        for name in targets:
+            own = path if len(targets) == 1 else path.with_stem(f"{path.stem}-{name}")
+            found.append((kind, name, own))
+    for kind, _, path in found:
+        if kind == "png":
+            from remat_kit._figures import check_picture
+
+            check_picture(path, call=f"--png {path}")
+        _check_writable(path, kind)
+    return found
+
+
+def _write_files(files: Sequence[tuple[str, str, pathlib.Path]], comparison: Any) -> None:
+    from remat_kit._target import target
+
+    for kind, chip, path in files:
+        name = target(chip).name if chip else ""
+        if name and not any(name in report.readings for report in comparison.reports):
+            print(f"note: no --{kind} for {name}, for nothing compiled for it", file=sys.stderr)
+            continue
+        with _explained_write(path, kind):
+            if kind == "html":
+                comparison.to_html(path)
+            elif kind == "png":
+                comparison.to_png(path, name)
+            else:
+                comparison.to_perfetto(path, name)
 
 
 def _diff(options: argparse.Namespace) -> None:
@@ -430,12 +488,12 @@ def _target_json(chip: Any) -> dict[str, Any]:
 # -- what is written --------------------------------------------------------------------------
 
 
-def _check_writable(path: str | None) -> None:
-    """Raise before the long work if JSON cannot be written after it."""
+def _check_writable(path: str | pathlib.Path | None, kind: str = "json") -> None:
+    """Raise before the long work if a file cannot be written after it."""
     if path is None or path == "-":
         return
     existed = os.path.lexists(path)
-    with _explained_write(path), open(path, "a"):
+    with _explained_write(path, kind), open(path, "a"):
         pass
     if not existed:
         os.unlink(path)
@@ -451,13 +509,14 @@ def _write_json(path: str, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def _explained_write(path: str) -> Iterator[None]:
+def _explained_write(path: str | pathlib.Path, kind: str = "json") -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"`--json {path}`: it cannot be written: {error.strerror}",
-            hint="name a file in a folder that exists and can be written, or - for the terminal",
+            f"`--{kind} {path}`: it cannot be written: {error.strerror}",
+            hint="name a file in a folder that exists and can be written"
+            + (", or - for the terminal" if kind == "json" else ""),
         ) from error
 
 

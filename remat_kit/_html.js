@@ -180,9 +180,9 @@ function section(title, about, tools, ...children) {
       tools ? el("div", {class: "tools"}, tools) : null),
     ...children);
 }
-const andMore = (table, what, amount = bytes) => table.left
+const andMore = (table, what, amount = bytes, where = ", in the JSON") => table.left
   ? el("p", {class: "note"}, `… and ${many(table.left)} more ${what}` +
-      (table.left_amount ? ` (${amount(table.left_amount)})` : "") + ", in the JSON")
+      (table.left_amount ? ` (${amount(table.left_amount)})` : "") + where)
   : null;
 
 // -- the summary ------------------------------------------------------------------------------
@@ -578,7 +578,7 @@ function peak() {
     el("div", {class: "legend", style: "margin:0 0 6px"}, phases.map(([name, size]) => el("span", {}, dot(color(name)), name, el("b", {}, bytes(size))))),
     map.node,
     el("div", {class: "head", style: "margin-top:12px"}, el("h3", {style: "margin:0"}, "Buffers"), el("div", {class: "tools"}, table.tools)),
-    table.node, andMore(b, "buffers"));
+    table.node, andMore(b, "buffers", bytes, ", each smaller than these"));
   return {node, count: b.count + b.left, after: map.paint};
 }
 

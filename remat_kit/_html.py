@@ -83,7 +83,7 @@ def _filled(packed: Mapping[str, Any]) -> str:
 
 
 def _asset(name: str) -> str:
-    return importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return importlib.resources.files("remat_kit").joinpath(name).read_text(encoding="utf-8")
 
 
 def _compact(value: Any) -> str:

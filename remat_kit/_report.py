@@ -156,8 +156,8 @@ class _Shown:
         return f"{frame}<details><summary>as tables</summary>{tables}</details>"
 
     def _plain(self) -> dict[str, Any]:
-        """What a page is made of: the JSON of a comparison, here of one report."""
-        return {"versions": versions(), "policies": [self.to_json()]}
+        """What pages and pictures are made of: the JSON of a comparison, with every buffer."""
+        raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -374,6 +374,13 @@ class Report(_Shown):
             "lints": [lint.to_json() for lint in self.lints],
         }
 
+    def _plain(self) -> dict[str, Any]:
+        return {"versions": versions(), "policies": [self._with_buffers()]}
+
+    def _with_buffers(self) -> dict[str, Any]:
+        peaks = {name: r.peak.to_json(limit=len(r.peak.held)) for name, r in self.readings.items()}
+        return self.to_json() | {"peak": peaks}
+
     def tables(self) -> list[Table]:
         """Return the report as tables: totals, kept, recomputed, memory, and lints if any."""
         found = [_summary_table([self], title=f"policy {self.policy}")]
@@ -459,7 +466,7 @@ class Comparison(_Shown):
         return named | {"versions": versions(), "policies": [r.to_json() for r in self.reports]}
 
     def _plain(self) -> dict[str, Any]:
-        return self.to_json()
+        return self.to_json() | {"policies": [r._with_buffers() for r in self.reports]}
 
     def tables(self) -> list[Table]:
         """Return the comparison as tables: all policies, all targets, and their lints if any."""
