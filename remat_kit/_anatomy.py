@@ -323,7 +323,7 @@ def anatomy(
     schedule = _liveness.schedule(program, reuses_outputs=platform != "tpu")
     found = origins(program)
     step = schedule.peak_step
-    running = _running_phases(schedule, found)
+    running = running_phases(schedule, found)
     held = tuple(_held(buffer, found) for buffer in schedule.alive_at(step))
     peak = Peak(
         bytes=schedule.peak_bytes,
@@ -331,26 +331,26 @@ def anatomy(
         phase=running[step] if running else OTHER,
         step=step,
         steps=len(schedule.steps),
-        module=found[schedule.steps[step].name].module if schedule.steps else "",
+        module=running_module(schedule, found, step),
         held=held,
     )
     return Anatomy(schedule, found, peak, _timeline(schedule, found, running))
 
 
 def _held(buffer: Buffer, found: Mapping[str, Origin]) -> Held:
-    o = _origin(buffer, found)
+    o = origin_of(buffer, found)
     shape = str(buffer.array)
     return Held(buffer.bytes, shape, buffer.kind, o.module, o.source, o.phase, o.primitive)
 
 
-def _origin(buffer: Buffer, found: Mapping[str, Origin]) -> Origin:
+def origin_of(buffer: Buffer, found: Mapping[str, Origin]) -> Origin:
     """Where a buffer comes from: of several makers, the one that is deepest in the model."""
     if buffer.kind == ARGUMENT:
         return found[buffer.makers[0].name]
     return max((found[m.name] for m in buffer.makers), key=lambda o: _depth(o.module))
 
 
-def _running_phases(schedule: Schedule, found: Mapping[str, Origin]) -> list[str]:
+def running_phases(schedule: Schedule, found: Mapping[str, Origin]) -> list[str]:
     """The phase of each step; the compiler's own steps count to what runs before them."""
     out: list[str] = []
     for instruction in schedule.steps:
@@ -359,6 +359,14 @@ def _running_phases(schedule: Schedule, found: Mapping[str, Origin]) -> list[str
         out.append(out[-1] if out and (own or phase == OTHER) else phase)
     known = next((phase for phase in out if phase != OTHER), OTHER)
     return [known if phase == OTHER else phase for phase in out]
+
+
+def running_module(schedule: Schedule, found: Mapping[str, Origin], step: int) -> str:
+    """The module that runs at a step; the compiler's own steps count to what runs before them."""
+    for instruction in reversed(schedule.steps[: step + 1]):
+        if instruction.op_name:
+            return found[instruction.name].module
+    return ""
 
 
 def _timeline(schedule: Schedule, found: Mapping[str, Origin], running: Sequence[str]) -> Timeline:
@@ -371,7 +379,7 @@ def _timeline(schedule: Schedule, found: Mapping[str, Origin], running: Sequence
         for b in schedule.buffers
         if b.kind == TEMPORARY and b.space == DEVICE and not b.within and b.bytes
     ]
-    made_by = [_origin(b, found) for b in live]
+    made_by = [origin_of(b, found) for b in live]
     weight: dict[str, int] = defaultdict(int)
     at_peak = schedule.peak_step
     for b, origin in zip(live, made_by, strict=True):

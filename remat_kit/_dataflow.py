@@ -17,7 +17,6 @@ import functools
 import inspect
 import math
 import os
-import sysconfig
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -377,18 +376,10 @@ def source_text(eqn: Any) -> str:
     file, line = _graph.source_of(eqn)
     if not file or file.startswith(_HERE):
         return ""
-    for folder in (os.getcwd(), *_package_folders()):
-        if file.startswith(folder + os.sep):
-            return f"{file[len(folder) + 1 :]}:{line}"
-    return f"{file}:{line}"
+    return f"{_graph.short_path(file)}:{line}"
 
 
 _HERE = os.path.dirname(__file__) + os.sep
-
-
-@functools.cache
-def _package_folders() -> tuple[str, ...]:
-    return tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 
 # -- the walk ---------------------------------------------------------------------------------

@@ -12,6 +12,9 @@ import functools
 import math
 import os
 import re
+import sys
+import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -46,11 +49,12 @@ def join_scopes(groups: Sequence[Sequence[str]]) -> Path:
     """Merge the groups of a name stack into one module path.
 
     A transformation that replays a call writes the path once more (``jvp(Net)/jvp(Net)/up``);
-    a group that repeats the beginning replaces it, another one goes on from there.
+    a group that repeats the beginning replaces it, another one goes on from there. The formula of
+    an einsum (``bqhd,bkhd->bhqk``) is a scope of JAX's and no module.
     """
     path: list[str] = []
     for group in groups:
-        clean = [s for s in group if s not in _REMAT_SCOPES]
+        clean = [s for s in group if s not in _REMAT_SCOPES and "->" not in s]
         common = len(common_prefix(path, clean))
         path = clean if common and common == len(path) else path + clean
     return tuple(path)
@@ -96,6 +100,42 @@ def source_of(eqn: Any) -> tuple[str, int]:
             return file, line
         first = first if first[1] else (file, line)
     return first
+
+
+def short_path(file: str) -> str:
+    """Return a file's path relative to the working directory, or to where packages are installed.
+
+    >>> short_path(os.path.join(os.getcwd(), "models", "gpt.py"))
+    'models/gpt.py'
+
+    A cell of a notebook goes by the number it shows: ``In[3]``.
+    """
+    if cell := _CELL.fullmatch(file):
+        return _cell(cell.group(1))
+    for folder in (os.getcwd(), *_package_folders()):
+        if file.startswith(folder + os.sep):
+            return file[len(folder) + 1 :]
+    return file
+
+
+# Where ipykernel says that a cell is compiled from: a folder of its process, a hash of the text.
+_CELL = re.compile(r".*[\\/]ipykernel_\d+[\\/](\d+\.py)")
+
+
+def _cell(file: str) -> str:
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    compiler = getattr(shell, "compile", None)
+    if hasattr(compiler, "format_code_name"):
+        # A program that was compiled by an earlier process has the names of that one's folder.
+        here = os.path.join(tempfile.gettempdir(), f"ipykernel_{os.getpid()}", file)
+        if (found := compiler.format_code_name(here)) is not None:
+            return found[1]
+    return "a cell"
+
+
+@functools.cache
+def _package_folders() -> tuple[str, ...]:
+    return tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 
 def nbytes(aval: Any) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from remat_kit._graph import join_scopes
+from remat_kit._graph import join_scopes, short_path
 
 MARK = "rematted_computation"
 
@@ -512,11 +512,13 @@ class _Frames:
     def source(self, attributes: str) -> str:
         """Return ``file:line`` of the innermost frame in the user's code."""
         if plain := _SOURCE.search(attributes):
-            return f"{plain.group(1)}:{plain.group(2)}" if plain.group(2) else plain.group(1)
+            file = short_path(plain.group(1))
+            return f"{file}:{plain.group(2)}" if plain.group(2) else file
         found = _FRAME.search(attributes)
         stack = list(self._stack(int(found.group(1)))) if found else []
         ours = [place for place in stack if not _LIBRARY.search(place)]
-        return next(iter(ours or stack), "")
+        file, colon, line = next(iter(ours or stack), "").rpartition(":")
+        return f"{short_path(file)}{colon}{line}"
 
     def _stack(self, frame: int) -> Iterator[str]:
         while frame in self.frames:

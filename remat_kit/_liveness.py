@@ -146,6 +146,8 @@ class _Value:
     computation: str
     start: int
     end: int
+    reads: list[int] = dataclasses.field(default_factory=list)
+    stacked: bool = False
 
 
 class _Values:
@@ -182,6 +184,7 @@ class _Walk:
         self.values = _Values()
         self.steps: list[Instruction] = []
         self.read: dict[int, list[Tree]] = {}
+        self.depth = 0  # of the loops around
         self.in_place = _InPlace(program)
         self.elementwise = _Elementwise(program)
 
@@ -206,8 +209,10 @@ class _Walk:
 
     def use(self, tree: Tree) -> None:
         now = len(self.steps)
-        for value in leaves(tree):
-            self.values.all[value].end = max(self.values.all[value].end, now)
+        for number in leaves(tree):
+            value = self.values.all[number]
+            value.end = max(value.end, now)
+            value.reads.append(now)
 
     def instruction(
         self,
@@ -263,6 +268,8 @@ class _Walk:
             target = result[output] if isinstance(result, list) and output is not None else result
             if operand < len(operands):
                 self.values.share(operands[operand], target)
+                for value in leaves(target):
+                    self.values.all[value].stacked = self.depth > 0
 
     def loop(self, instruction: Instruction, computation: str, operands: list[Tree]) -> Tree:
         (initial,) = operands
@@ -270,8 +277,10 @@ class _Walk:
         condition, body = _loop_parts(instruction)
         carried = self._renewed(initial, instruction, computation)
         self.values.share(initial, carried)
+        self.depth += 1
         self.computation(condition, [carried])
         out = self.computation(body, [carried])
+        self.depth -= 1
         self.use(out)
         self.values.share(carried, out)
         result = self._renewed(initial, instruction, computation)
@@ -442,6 +451,8 @@ class Buffer:
         kind: ``argument``, ``output``, ``temporary`` or ``constant``.
         alive: the steps at which it is held, as (first, last) pairs in order.
         within: whether a temporary lies in an output's memory, before that is written.
+        reads: the steps at which it is read.
+        stacked: whether a loop fills it, one slice in each iteration.
     """
 
     makers: tuple[Instruction, ...]
@@ -449,6 +460,8 @@ class Buffer:
     kind: str
     alive: tuple[tuple[int, int], ...]
     within: bool = False
+    reads: tuple[int, ...] = dataclasses.field(default=(), repr=False)
+    stacked: bool = False
 
     @property
     def bytes(self) -> int:
@@ -606,7 +619,9 @@ def _buffer(values: Sequence[_Value], kind: str) -> Buffer:
             alive.append((first, last))
     largest = max(values, key=lambda v: v.array.bytes)
     makers = tuple({v.maker.name: v.maker for v in values}.values())
-    return Buffer(makers, largest.array, kind, tuple(alive))
+    reads = tuple(sorted({step for v in values for step in v.reads}))
+    stacked = any(v.stacked for v in values)
+    return Buffer(makers, largest.array, kind, tuple(alive), reads=reads, stacked=stacked)
 
 
 def _placed(buffers: Sequence[Buffer]) -> list[Buffer]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from remat_kit import _duplicates, _figures, _html, _remat, _residuals, _target
+from remat_kit._anatomy import Held, Peak
 from remat_kit._dataflow import trace_gradient
 from remat_kit._diff import Diff as Diff
 from remat_kit._diff import diff as diff
@@ -27,6 +28,7 @@ from remat_kit._policy import format_bytes
 from remat_kit._reading import Reading, Traced, read
 from remat_kit._residuals import Residual
 from remat_kit._target import Memory, Target
+from remat_kit._verdict import Verdict
 
 NO_POLICY = "none"
 
@@ -147,13 +149,17 @@ class _Shown:
         for table in self.tables():
             yield table.rich()
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Print as text where IPython would print the repr, which holds every value."""
+        del cycle
+        printer.text(str(self))
+
     def _repr_html_(self) -> str:
         tables = f'<div class="remat-kit">{"".join(t.html() for t in self.tables())}</div>'
         plain = self._plain()
-        frame = _html.inline(plain) if any(r["timeline"] for r in plain["policies"]) else None
-        if frame is None:
+        if not any(r["timeline"] for r in plain["policies"]):
             return tables
-        return f"{frame}<details><summary>as tables</summary>{tables}</details>"
+        return f"{_html.inline(plain)}<details><summary>as tables</summary>{tables}</details>"
 
     def _plain(self) -> dict[str, Any]:
         """What pages and pictures are made of: the JSON of a comparison, with every buffer."""
@@ -333,6 +339,19 @@ class Report(_Shown):
                 recomputed_seconds   float   of what is recomputed there, by the roofline
                 kept_fraction  float   of the recomputation that the compiled program still has
                 message        str
+            counterfactuals    object, by target: a list, one object for each of the modules that
+                               hold most at the peak; a model's answer, not the compiler's
+                module         str     repeated blocks rolled up
+                bytes_at_peak, saved_bytes, next_peak_bytes   int
+                next_phase, next_module   str   where the peak is then
+                extra_flops_fraction, extra_seconds   float   of the forward pass; by the roofline
+                policy, at     str     what to give to remat_kit.policy
+            hlo_recomputed     object, by target: a list, one object for each primitive and module
+                               that the compiled program computes twice
+                primitive, module, source, count, heavy
+                state          str     "kept", "fused" (inside an instruction that is there anyway)
+                               or "removed" (its forward twin is gone: computed once)
+                flops, bytes, seconds    float   of its instructions, loops counted in full
             step_seconds       object, by target:
                 roofline       float   lower bound by peak rates and bandwidth
                 compiler       float   the compiler's own estimate (TPU), else null
@@ -366,6 +385,10 @@ class Report(_Shown):
             "peak": {name: r.peak.to_json() for name, r in self.readings.items()},
             "timeline": {name: r.timeline.to_json() for name, r in self.readings.items()},
             "regions": {n: [v.to_json() for v in r.regions] for n, r in self.readings.items()},
+            "counterfactuals": {
+                name: [c.to_json() for c in r.what_if] for name, r in self.readings.items()
+            },
+            "hlo_recomputed": {name: r.recomputed() for name, r in self.readings.items()},
             "step_seconds": {
                 name: r.step_seconds(self.memory[name].step_seconds)
                 for name, r in self.readings.items()
@@ -390,6 +413,8 @@ class Report(_Shown):
             found.append(_recomputed_table(self))
         if self.memory:
             found.append(_memory_table([self]))
+        for name, reading in self.readings.items():
+            found += _reading_tables(name, reading)
         return [*found, *_lint_tables([self])]
 
 
@@ -560,10 +585,12 @@ class Table:
 _LONGEST = 40  # rows of one table
 
 
-def _cut(rows: Sequence[tuple[str, ...]], kind: str) -> tuple[tuple[tuple[str, ...], ...], str]:
+def _cut(
+    rows: Sequence[tuple[str, ...]], kind: str, longest: int = _LONGEST
+) -> tuple[tuple[tuple[str, ...], ...], str]:
     """Keep the first rows; say how many were left out."""
-    left = len(rows) - _LONGEST
-    return tuple(rows[:_LONGEST]), f"… and {left} more {kind}" if left > 0 else ""
+    left = len(rows) - longest
+    return tuple(rows[:longest]), f"… and {left} more {kind}" if left > 0 else ""
 
 
 def _summary_table(reports: Sequence[Report], title: str) -> Table:
@@ -591,7 +618,8 @@ def _memory_table(reports: Sequence[Report]) -> Table:
         for r in reports:
             if name in r.memory:
                 rows.append(_memory_row(name, r, None if r is base else first))
-    columns = ("target", "policy", "temp", "peak", "host", "fits", "headroom", "computed twice")
+    columns = ("target", "policy", "temp", "peak", "reached in", "host", "fits", "headroom")
+    columns += ("computed twice", "step ≥")
     notes = tuple(dict.fromkeys(n for r in reports for n in r.notes))
     return Table("compiled", columns, tuple(rows), footer="\n".join(f"note: {n}" for n in notes))
 
@@ -600,16 +628,97 @@ def _memory_row(name: str, report: Report, base: Memory | None) -> tuple[str, ..
     m, ops = report.memory[name], report.hlo.get(name)
     headroom = "?" if m.headroom_bytes is None else format_bytes(m.headroom_bytes)
     xla = f" (+{len(ops.xla_remat)} by XLA)" if ops is not None and ops.xla_remat else ""
+    reading = report.readings.get(name)
     return (
         name,
         report.policy,
         _against(m.temp_bytes, base.temp_bytes if base else None),
         _against(m.peak_bytes, base.peak_bytes if base else None),
+        reading.peak.phase if reading else "?",
         format_bytes(m.host_bytes or 0),
         "yes" if m.fits else "no",
         headroom,
         "?" if ops is None else f"{ops.total}{xla}",
+        format_seconds(reading.estimate.seconds) if reading else "?",
     )
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration for a reader.
+
+    >>> format_seconds(0.01234), format_seconds(2.5e-6)
+    ('12.3 ms', '2.5 µs')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
+def _reading_tables(name: str, reading: Reading) -> list[Table]:
+    tables = [_peak_table(name, reading.peak)]
+    if reading.regions:
+        tables.append(_regions_table(name, reading))
+    if reading.what_if:
+        rows = [
+            (
+                c.module,
+                f"-{format_bytes(c.saved_bytes)}",
+                f"+{100 * c.extra_flops_fraction:.2g} %",
+                f"{format_bytes(c.next_peak_bytes)} in the {c.next_phase} of {c.next_module}",
+                f"remat_kit.policy({c.policy!r}, at={c.at!r})",
+            )
+            for c in reading.what_if
+            if c.saved_bytes
+        ]
+        columns = ("recompute", "peak", "FLOPs", "the next peak", "how")
+        title = f"what recomputing would do on {name}, by the model of this program"
+        tables += [Table(title, columns, tuple(rows))] if rows else []
+    return tables
+
+
+def _peak_table(name: str, peak: Peak) -> Table:
+    groups: dict[tuple[str, ...], list[Held]] = {}
+    for held in peak.held:
+        key = (roll_up(held.module), held.op, held.shape, held.phase, held.kind, held.source)
+        groups.setdefault(key, []).append(held)
+    rows = []
+    for key, found in sorted(groups.items(), key=lambda g: -sum(h.bytes for h in g[1])):
+        module, op, shape, phase, kind, source = key
+        size = sum(h.bytes for h in found)
+        count = f"{len(found)} × " if len(found) > 1 else ""
+        made = phase if kind == "temporary" else kind
+        rows.append((format_bytes(size), f"{count}{shape}", op, module, made, source))
+    title = f"the peak on {name}: {format_bytes(peak.bytes)} in the {peak.phase} of {peak.module}"
+    if peak.packing_bytes:
+        title += f"; the compiler's packing {'+' if peak.packing_bytes > 0 else '-'}"
+        title += format_bytes(abs(peak.packing_bytes))
+    columns = ("bytes", "array", "op", "module or argument", "made in", "source")
+    shown, more = _cut(rows, "kinds of buffers", 15)
+    return Table(title, columns, shown, more)
+
+
+def _regions_table(name: str, reading: Reading) -> Table:
+    groups: dict[tuple[str, str, str], list[Verdict]] = {}
+    for verdict in reading.regions:
+        key = (roll_up(verdict.module), verdict.verdict, verdict.message)
+        groups.setdefault(key, []).append(verdict)
+    rows = []
+    for (module, verdict, message), found in groups.items():
+        known = [v.saved_bytes for v in found if v.saved_bytes is not None]
+        rows.append(
+            (
+                _rolled(module, len(found)),
+                verdict,
+                format_bytes(sum(known)) if known else "?",
+                format_flops(sum(v.recomputed_flops for v in found)),
+                format_seconds(sum(v.recomputed_seconds for v in found)),
+                message,
+            )
+        )
+    columns = ("region", "verdict", "saves", "recomputes", "takes ≥", "why")
+    shown, more = _cut(rows, "regions")
+    return Table(f"regions on {name}", columns, shown, more)
 
 
 def _rolled(path: str, blocks: int) -> str:

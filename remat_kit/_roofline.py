@@ -70,21 +70,21 @@ class Estimate:
         seconds: by the roofline: the instructions one after the other, or all the bytes at the
             memory's or the host link's bandwidth, whichever is longer.
         total: of the whole program.
-        by_place: the same by phase and module path.
+        by_place: the same by phase, module path and primitive.
         compiler_seconds: the compiler's cycles at the chip's clock; None where either is unknown.
         endless: loops whose number of iterations could not be read; each counts once.
     """
 
     seconds: float
     total: Cost
-    by_place: Mapping[tuple[str, str], Cost] = dataclasses.field(hash=False, repr=False)
+    by_place: Mapping[tuple[str, str, str], Cost] = dataclasses.field(hash=False, repr=False)
     compiler_seconds: float | None
     endless: tuple[str, ...] = ()
 
     def by_phase(self) -> dict[str, Cost]:
         """Return the costs of each phase."""
         found: dict[str, Cost] = {}
-        for (phase, _), cost in self.by_place.items():
+        for (phase, *_), cost in self.by_place.items():
             found[phase] = found.get(phase, Cost()) + cost
         return found
 
@@ -139,7 +139,7 @@ class _Counter:
         self.program = program
         self.chip = chip
         self.origins = origins
-        self.by_place: dict[tuple[str, str], Cost] = {}
+        self.by_place: dict[tuple[str, str, str], Cost] = {}
         self.endless: list[str] = []
         self.arrays = _Arrays(program)
 
@@ -167,7 +167,9 @@ class _Counter:
     def count(self, instruction: Instruction, times: float) -> None:
         cost = self.cost(instruction) * times
         origin = self.origins.get(instruction.name)
-        place = (origin.phase, origin.module) if origin else ("other", "")
+        place = ("other", "", instruction.opcode)
+        if origin is not None:
+            place = (origin.phase, origin.module, origin.primitive)
         self.by_place[place] = self.by_place.get(place, Cost()) + cost
 
     def cost(self, instruction: Instruction) -> Cost:

@@ -95,7 +95,7 @@ def verdicts(
     forward = _by_region(((*key, count) for key, count in ops.forward.items()), place)
     saved = _saved(residuals, natural, place)
     seconds: dict[str, float] = defaultdict(float)
-    for (phase, module), cost in estimate.by_place.items():
+    for (phase, module, _), cost in estimate.by_place.items():
         if phase == RECOMPUTE and (region := place.of(module)) is not None:
             seconds[region] += cost.seconds
     dropped = _dropped_offload(residuals, memory)

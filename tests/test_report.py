@@ -82,6 +82,12 @@ KEYS = {
     "hlo_recomputed_ops": dict,
     "hlo_recomputed_by_primitive": dict,
     "hlo_xla_remat": dict,
+    "peak": dict,
+    "timeline": dict,
+    "regions": dict,
+    "counterfactuals": dict,
+    "hlo_recomputed": dict,
+    "step_seconds": dict,
     "notes": list,
     "lints": list,
 }
