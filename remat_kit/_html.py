@@ -16,8 +16,6 @@ from typing import Any
 
 from remat_kit._figures import COLORS
 
-LARGEST_BYTES = 4 * 2**20
-_INLINE_BYTES = 2**20
 _LIMITS = (10_000, 3_000, 1_000, 300, 100)  # rows of one table, points of one curve
 _RESOLUTION = 50_000  # of the height of a curve
 
@@ -30,7 +28,12 @@ _REGIONS = (
 )
 
 
-def page(data: Mapping[str, Any], *, diffs: Sequence[Mapping[str, Any]] | None = None) -> str:
+def page(
+    data: Mapping[str, Any],
+    *,
+    diffs: Sequence[Mapping[str, Any]] | None = None,
+    most_bytes: int = 4 * 2**20,
+) -> str:
     """Return a comparison of policies as one HTML page.
 
     >>> text = page({"model": "a </script> name", "policies": [{"policy": "dots"}]})
@@ -40,31 +43,30 @@ def page(data: Mapping[str, Any], *, diffs: Sequence[Mapping[str, Any]] | None =
     Args:
         data: as `Comparison.to_json` gives it; what is missing is not shown.
         diffs: as `Diff.to_json` gives them; each may say its ``policy``.
+        most_bytes: what the page may weigh. Where tables are too long for it, they hold their
+            largest rows, 100 at least, and say how many more there are.
 
     Returns:
-        The text of the page. It is kept below ``LARGEST_BYTES``: where tables are too long for it,
-        they hold their largest rows and say how many there are in the JSON.
+        The text of the page.
     """
     text = ""
     for limit in _LIMITS:
         text = _filled(_Packed(limit).page(data, diffs or ()))
-        if len(text.encode()) <= LARGEST_BYTES:
+        if len(text.encode()) <= most_bytes:
             break
     return text
 
 
-def inline(data: Mapping[str, Any], *, height: int = 760) -> str | None:
-    """Return the page in a frame, for a notebook; None where it would weigh too much in one.
+def inline(data: Mapping[str, Any], *, height: int = 760) -> str:
+    """Return the page in a frame, for a notebook, and no heavier than one should be.
 
     Args:
         data: as `Comparison.to_json` gives it.
         height: of the frame, in pixels.
     """
-    text = page(data)
-    if len(text) > _INLINE_BYTES:
-        return None
+    text = html.escape(page(data, most_bytes=2**19))
     return (
-        f'<iframe srcdoc="{html.escape(text)}" title="remat_kit report" '
+        f'<iframe srcdoc="{text}" title="remat_kit report" '
         'sandbox="allow-scripts" style="width:100%;border:1px solid #8884;border-radius:6px;'
         f'height:{height}px"></iframe>'
     )
