@@ -3,6 +3,8 @@
 The API table: every public name of remat_kit, and the module it lives in.
 """
 
+from remat_kit._compare import Change as Change
+from remat_kit._compare import compare as compare
 from remat_kit._diff import Diff as Diff
 from remat_kit._diff import diff as diff
 from remat_kit._duplicates import Recomputed as Recomputed

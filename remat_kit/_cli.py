@@ -127,6 +127,11 @@ def _parser() -> argparse.ArgumentParser:
         commands.choices["inspect"].add_argument(
             f"--{kind}", metavar="PATH", type=pathlib.Path, help=about
         )
+    commands.choices["inspect"].add_argument(
+        "--against",
+        metavar="PATH",
+        help="say what grew and what shrank since an earlier `inspect --json PATH`",
+    )
     policies = commands.add_parser(
         "policies", help="list the presets, or show one", allow_abbrev=False
     )
@@ -270,6 +275,11 @@ def _inspect(options: argparse.Namespace) -> None:
     from remat_kit import _report
 
     files = _files(options)
+    earlier = None
+    if options.against is not None:
+        from remat_kit._compare import read_report
+
+        earlier = read_report(options.against, call="--against")
     with _job(options) as job:
         losses = job.losses()
         reports = []
@@ -278,7 +288,13 @@ def _inspect(options: argparse.Namespace) -> None:
                 progress.step(policy, job.targets)
                 with job.builder.explained(losses[BASELINE]):
                     reports.append(
-                        _report.inspect(fn, *args, target=job.targets or None, label=policy)
+                        _report.inspect(
+                            fn,
+                            *args,
+                            target=job.targets or None,
+                            label=policy,
+                            against=earlier,
+                        )
                     )
     comparison = _report.Comparison(tuple(reports))
     if options.json:
@@ -388,7 +404,7 @@ def _measure(options: argparse.Namespace) -> None:
 
 def _memory_table(found: dict[str, dict[str, Any]]) -> Any:
     from remat_kit._policy import format_bytes
-    from remat_kit._report import Table
+    from remat_kit._table import Table
 
     def shown(size: int | None) -> str:
         return "?" if size is None else format_bytes(size)
@@ -411,7 +427,7 @@ def _memory_table(found: dict[str, dict[str, Any]]) -> Any:
 
 def _policies(options: argparse.Namespace) -> None:
     from remat_kit import _recipe
-    from remat_kit._report import Table
+    from remat_kit._table import Table
 
     _check_writable(options.json)
     chosen = [_recipe_of(options.name)] if options.name else _recipe.recipes()
@@ -458,7 +474,7 @@ def _show_recipe(recipe: Any) -> None:
 
 def _targets(options: argparse.Namespace) -> None:
     from remat_kit._policy import format_bytes
-    from remat_kit._report import Table
+    from remat_kit._table import Table
     from remat_kit._target import targets
 
     _check_writable(options.json)

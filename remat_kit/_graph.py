@@ -125,7 +125,7 @@ _CELL = re.compile(r".*[\\/]ipykernel_\d+[\\/](\d+\.py)")
 def _cell(file: str) -> str:
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     compiler = getattr(shell, "compile", None)
-    if hasattr(compiler, "format_code_name"):
+    if compiler is not None and hasattr(compiler, "format_code_name"):
         # A program that was compiled by an earlier process has the names of that one's folder.
         here = os.path.join(tempfile.gettempdir(), f"ipykernel_{os.getpid()}", file)
         if (found := compiler.format_code_name(here)) is not None:

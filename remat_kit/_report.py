@@ -7,7 +7,6 @@ notebook, and as JSON; it can be written as a page, a picture and a trace.
 from __future__ import annotations
 
 import dataclasses
-import html
 import importlib.metadata
 import json
 import os
@@ -17,6 +16,8 @@ from typing import Any
 
 from remat_kit import _duplicates, _figures, _html, _remat, _residuals, _target
 from remat_kit._anatomy import Held, Peak
+from remat_kit._compare import Change as Change
+from remat_kit._compare import compare as compare
 from remat_kit._dataflow import trace_gradient
 from remat_kit._diff import Diff as Diff
 from remat_kit._diff import diff as diff
@@ -27,6 +28,7 @@ from remat_kit._lint import Compiled, Lint, lints_of, raised_peak
 from remat_kit._policy import format_bytes
 from remat_kit._reading import Reading, Traced, read
 from remat_kit._residuals import Residual
+from remat_kit._table import Table, cut, format_flops, format_seconds
 from remat_kit._target import Memory, Target
 from remat_kit._verdict import Verdict
 
@@ -44,6 +46,7 @@ def inspect(
     target: str | Target | Sequence[str | Target] | None = None,
     argnums: int | Sequence[int] = 0,
     label: str | None = None,
+    against: Any = None,
 ) -> Report:
     """Say what the gradient of a loss keeps, what it computes twice, and what a chip needs for it.
 
@@ -65,6 +68,8 @@ def inspect(
         target: one chip or several to compile for; none is compiled for by default.
         argnums: what to differentiate.
         label: what the report calls itself; the policy by default.
+        against: an earlier report, or the path of one that ``remat-kit inspect --json`` wrote; the
+            report then says what grew and what shrank since, as `compare` does.
 
     Returns:
         A report. ``saved`` holds intermediate values alone; arguments and constants that the
@@ -103,7 +108,7 @@ def inspect(
         at=place,
         compiled={name: Compiled(memory[name], hlo.get(name)) for name in memory},
     )
-    return Report(
+    report = Report(
         policy=label or policy_text(policy),
         saved=tuple(r for _, r in kept if not r.is_input),
         inputs=tuple(r for _, r in kept if r.is_input),
@@ -115,6 +120,7 @@ def inspect(
         notes=tuple(dict.fromkeys(n for m in memory.values() for n in m.notes)),
         lints=lints,
     )
+    return report if against is None else report.against(against)
 
 
 def policy_text(policy: Any) -> str:
@@ -223,6 +229,7 @@ class Report(_Shown):
         readings: the compiled gradient read back: peak, timeline, regions, time; by target.
         notes: what to know about the figures.
         lints: what costs memory or time for nothing, and what to do about it.
+        change: what differs from the report that it was held against, if it was.
     """
 
     policy: str
@@ -237,6 +244,18 @@ class Report(_Shown):
     )
     notes: tuple[str, ...] = ()
     lints: tuple[Lint, ...] = ()
+    change: Change | None = None
+
+    def against(self, before: Any) -> Report:
+        """Return the report with what differs from an earlier one.
+
+        Args:
+            before: a report, or what `compare` takes for one.
+
+        Raises:
+            UserError: not a report.
+        """
+        return dataclasses.replace(self, change=compare(before, self))
 
     @property
     def saved_bytes(self) -> int:
@@ -359,6 +378,8 @@ class Report(_Shown):
                 flops, bytes   float   of the compiled program, loops counted in full
                 by_phase       object  phase to roofline seconds
             notes              list of str
+            against            object  what differs from an earlier report: `Change.to_json`; null
+                                       where none was given
             lints              list    one object for each thing that costs for nothing:
                 code           str     its kind: "saved-upcast", "no-effect", …
                 message        str     what, where, how many bytes, and why it costs
@@ -395,6 +416,7 @@ class Report(_Shown):
             },
             "notes": list(self.notes),
             "lints": [lint.to_json() for lint in self.lints],
+            "against": None if self.change is None else self.change.to_json(),
         }
 
     def _plain(self) -> dict[str, Any]:
@@ -415,7 +437,7 @@ class Report(_Shown):
             found.append(_memory_table([self]))
         for name, reading in self.readings.items():
             found += _reading_tables(name, reading)
-        return [*found, *_lint_tables([self])]
+        return [*found, *_lint_tables([self]), *(self.change.tables() if self.change else [])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -498,7 +520,8 @@ class Comparison(_Shown):
         found = [_summary_table(self.reports, title=f"policies{_of(self.model)}")]
         if any(r.memory for r in self.reports):
             found.append(_memory_table(self.reports))
-        return [*found, *_lint_tables(self.reports)]
+        changes = [table for r in self.reports if r.change for table in r.change.tables()]
+        return [*found, *_lint_tables(self.reports), *changes]
 
 
 def _beside(report: Report, base: Report) -> Report:
@@ -524,73 +547,6 @@ def versions() -> dict[str, str]:
 
 
 # -- tables -----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """Rows of text, rendered in three ways."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    footer: str = ""
-
-    def text(self) -> str:
-        """Return the table as plain text, columns padded."""
-        grid = [self.columns, *self.rows]
-        widths = [max(len(row[i]) for row in grid) for i in range(len(self.columns))]
-        rule = tuple("-" * w for w in widths)
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-            for row in (self.columns, rule, *self.rows)
-        ]
-        return "\n".join([self.title, *lines, *filter(None, [self.footer])])
-
-    def rich(self) -> Any:
-        """Return the table for `rich`."""
-        from rich import box
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        table = RichTable(
-            title=Text(self.title),
-            caption=Text(self.footer) if self.footer else None,
-            title_justify="left",
-            caption_justify="left",
-            box=box.SIMPLE_HEAD,
-        )
-        for column in self.columns:
-            table.add_column(Text(column), overflow="fold")
-        for row in self.rows:
-            table.add_row(*map(Text, row))
-        return table
-
-    def html(self) -> str:
-        """Return the table as HTML that takes its colours from the page."""
-        cell = 'style="text-align:left;padding:2px 12px 2px 0;border:0"'
-        head = "".join(f"<th {cell}>{html.escape(c)}</th>" for c in self.columns)
-        rows = "".join(
-            "<tr>" + "".join(f"<td {cell}>{html.escape(c)}</td>" for c in row) + "</tr>"
-            for row in self.rows
-        )
-        footer = f"<p>{html.escape(self.footer)}</p>" if self.footer else ""
-        return (
-            '<table style="border-collapse:collapse;font-size:90%;color:inherit;'
-            'background:transparent;margin-bottom:1em">'
-            f'<caption style="text-align:left;font-weight:bold">{html.escape(self.title)}</caption>'
-            f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{footer}"
-        )
-
-
-_LONGEST = 40  # rows of one table
-
-
-def _cut(
-    rows: Sequence[tuple[str, ...]], kind: str, longest: int = _LONGEST
-) -> tuple[tuple[tuple[str, ...], ...], str]:
-    """Keep the first rows; say how many were left out."""
-    left = len(rows) - longest
-    return tuple(rows[:longest]), f"… and {left} more {kind}" if left > 0 else ""
 
 
 def _summary_table(reports: Sequence[Report], title: str) -> Table:
@@ -643,18 +599,6 @@ def _memory_row(name: str, report: Report, base: Memory | None) -> tuple[str, ..
     )
 
 
-def format_seconds(seconds: float) -> str:
-    """Write a duration for a reader.
-
-    >>> format_seconds(0.01234), format_seconds(2.5e-6)
-    ('12.3 ms', '2.5 µs')
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} µs"
-
-
 def _reading_tables(name: str, reading: Reading) -> list[Table]:
     tables = [_peak_table(name, reading.peak)]
     if reading.regions:
@@ -694,7 +638,7 @@ def _peak_table(name: str, peak: Peak) -> Table:
         title += f"; the compiler's packing {'+' if peak.packing_bytes > 0 else '-'}"
         title += format_bytes(abs(peak.packing_bytes))
     columns = ("bytes", "array", "op", "module or argument", "made in", "source")
-    shown, more = _cut(rows, "kinds of buffers", 15)
+    shown, more = cut(rows, "kinds of buffers", 15)
     return Table(title, columns, shown, more)
 
 
@@ -717,7 +661,7 @@ def _regions_table(name: str, reading: Reading) -> Table:
             )
         )
     columns = ("region", "verdict", "saves", "recomputes", "takes ≥", "why")
-    shown, more = _cut(rows, "regions")
+    shown, more = cut(rows, "regions")
     return Table(f"regions on {name}", columns, shown, more)
 
 
@@ -742,7 +686,7 @@ def _saved_table(report: Report) -> Table:
     total = f"kept for the backward pass: {format_bytes(report.saved_bytes)}"
     if report.offloaded_bytes:
         total += f" on the device, {format_bytes(report.offloaded_bytes)} on the host"
-    shown, more = _cut(rows, "kinds of values")
+    shown, more = cut(rows, "kinds of values")
     columns = ("bytes", "array", "primitive", "module", "source", "why")
     return Table(total, columns, shown, more)
 
@@ -773,7 +717,7 @@ def _recomputed_table(report: Report) -> Table:
     total = f"computed twice: {format_flops(report.recomputed_flops)}"
     if report.forward_flops:
         total += f", {100 * report.recomputed_flops / report.forward_flops:.2g} % of the forward"
-    shown, more = _cut(rows, "kinds of operations")
+    shown, more = cut(rows, "kinds of operations")
     return Table(total, ("FLOPs", "count", "primitive", "array", "module", "source"), shown, more)
 
 
@@ -790,17 +734,5 @@ def _lint_tables(reports: Sequence[Report]) -> list[Table]:
         for lint, names in policies.items()
     ]
     columns = ("lint", *(["policy"] if len(reports) > 1 else []), "what", "fix")
-    shown, more = _cut(rows, "lints")
+    shown, more = cut(rows, "lints")
     return [Table("lints", columns, shown, more)]
-
-
-def format_flops(n: float) -> str:
-    """Write a number of floating-point operations for a reader.
-
-    >>> format_flops(2.5e9), format_flops(64)
-    ('2.5 GFLOP', '64 FLOP')
-    """
-    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if n >= size:
-            return f"{n / size:.3g} {unit}FLOP"
-    return f"{n:.3g} FLOP"

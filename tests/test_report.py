@@ -27,7 +27,9 @@ from remat_kit import (
     recompute,
     save,
 )
-from remat_kit._report import format_flops, policy_text, roll_up
+from remat_kit._graph import roll_up
+from remat_kit._report import policy_text
+from remat_kit._table import format_flops
 
 
 def load(name):
@@ -90,6 +92,7 @@ KEYS = {
     "step_seconds": dict,
     "notes": list,
     "lints": list,
+    "against": type(None),
 }
 
 

@@ -1,0 +1,99 @@
+"""A table: rows of text that print plain, in a terminal and in a notebook."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of text, rendered in three ways."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    footer: str = ""
+
+    def text(self) -> str:
+        """Return the table as plain text, columns padded."""
+        grid = [self.columns, *self.rows]
+        widths = [max(len(row[i]) for row in grid) for i in range(len(self.columns))]
+        rule = tuple("-" * w for w in widths)
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+            for row in (self.columns, rule, *self.rows)
+        ]
+        return "\n".join([self.title, *lines, *filter(None, [self.footer])])
+
+    def rich(self) -> Any:
+        """Return the table for `rich`."""
+        from rich import box
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(
+            title=Text(self.title),
+            caption=Text(self.footer) if self.footer else None,
+            title_justify="left",
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+        )
+        for column in self.columns:
+            table.add_column(Text(column), overflow="fold")
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        return table
+
+    def html(self) -> str:
+        """Return the table as HTML that takes its colours from the page."""
+        cell = 'style="text-align:left;padding:2px 12px 2px 0;border:0"'
+        head = "".join(f"<th {cell}>{html.escape(c)}</th>" for c in self.columns)
+        rows = "".join(
+            "<tr>" + "".join(f"<td {cell}>{html.escape(c)}</td>" for c in row) + "</tr>"
+            for row in self.rows
+        )
+        footer = f"<p>{html.escape(self.footer)}</p>" if self.footer else ""
+        return (
+            '<table style="border-collapse:collapse;font-size:90%;color:inherit;'
+            'background:transparent;margin-bottom:1em">'
+            f'<caption style="text-align:left;font-weight:bold">{html.escape(self.title)}</caption>'
+            f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{footer}"
+        )
+
+
+_LONGEST = 40  # rows of one table
+
+
+def cut(
+    rows: Sequence[tuple[str, ...]], kind: str, longest: int = _LONGEST
+) -> tuple[tuple[tuple[str, ...], ...], str]:
+    """Keep the first rows; say how many were left out."""
+    left = len(rows) - longest
+    return tuple(rows[:longest]), f"… and {left} more {kind}" if left > 0 else ""
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration for a reader.
+
+    >>> format_seconds(0.01234), format_seconds(2.5e-6)
+    ('12.3 ms', '2.5 µs')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
+def format_flops(n: float) -> str:
+    """Write a number of floating-point operations for a reader.
+
+    >>> format_flops(2.5e9), format_flops(64)
+    ('2.5 GFLOP', '64 FLOP')
+    """
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}FLOP"
+    return f"{n:.3g} FLOP"
