@@ -84,7 +84,7 @@ function writeHash() {
   try { history.replaceState(null, "", "#" + asked); } catch { /* not allowed in a frame */ }
 }
 const report = () => D.policies[state.policy] ?? {
-  name: "", memory: {}, peak: {}, timeline: {}, regions: {}, step_seconds: {},
+  name: "", memory: {}, peak: {}, timeline: {}, regions: {}, what_if: {}, compiled: {}, step_seconds: {},
   hlo_recomputed_ops: {}, hlo_xla_remat: {}, lints: [], notes: [],
 };
 const none = () => D.policies.find(p => p.name === "none");
@@ -147,6 +147,7 @@ function draw() {
     ["lints", "Lints", lints],
     ["timeline", "Timeline", timeline],
     ["peak", "At the peak", peak],
+    ["help", "What would help", whatWouldHelp],
     ["kept", "Kept", kept],
     ["recomputed", "Computed twice", recomputed],
     ["regions", "Regions", regions],
@@ -708,6 +709,31 @@ function squarified(parts, x, y, w, h) {
   return found;
 }
 
+// -- what would help --------------------------------------------------------------------------
+
+function whatWouldHelp() {
+  const t = here("what_if");
+  if (!t || !t.rows) return null;
+  const get = name => column(t, name), next = [get("next_phase"), get("next_module")];
+  const call = i => {
+    const at = get("at")(i), quoted = text => JSON.stringify(text);
+    return `remat_kit.policy(${quoted(get("policy")(i))}${at ? `, at=${quoted(at)}` : ""})`;
+  };
+  const table = grid(t.rows, [
+    {title: "recompute", get: get("module"), show: mono},
+    {title: "the peak falls by", num: true, get: get("saved_bytes"), show: known(bytes)},
+    {title: "FLOPs of the forward", num: true, get: get("extra_flops_fraction"), show: known(x => `+${percent(x)}`)},
+    {title: "time", num: true, get: get("extra_seconds"), show: known(s => `+${seconds(s)}`)},
+    {title: "held at the peak", num: true, get: get("bytes_at_peak"), show: known(bytes)},
+    {title: "next peak", num: true, get: get("next_peak_bytes"), show: known(bytes)},
+    {title: "which is in the", get: i => next[0](i) + (next[1](i) ? ` of ${next[1](i)}` : "")},
+    {title: "policy", get: call, show: text => [el("button", {class: "plain copy", type: "button",
+      "aria-label": `copy ${text}`, onclick: event => copied(event.currentTarget, text)}, "copy"), " ", mono(text)]},
+  ], "what would help", 1);
+  return {count: t.rows, node: section("What would help", "a model's answer from this schedule; compile to be sure", t.rows > 8 ? table.tools : null, table.node,
+    andMore(t, "modules"))};
+}
+
 // -- what is kept -----------------------------------------------------------------------------
 
 function kept() {
@@ -816,21 +842,43 @@ function inputs(t) {
 // -- what is computed twice -------------------------------------------------------------------
 
 function recomputed() {
-  const t = report().recomputed;
-  if (!t || !t.rows) return null;
-  const table = grid(t.rows, [
-    {title: "FLOPs", num: true, get: column(t, "flops"), show: n => n ? flops(n) : "free"},
-    {title: "bytes", num: true, get: column(t, "bytes"), show: bytes},
-    {title: "count", num: true, get: column(t, "count"), show: many},
-    {title: "operation", get: column(t, "primitive")},
-    {title: "array", get: column(t, "array"), show: mono},
-    {title: "module", get: column(t, "module"), show: mono},
-    {title: "region", get: column(t, "region"), show: mono},
-    {title: "source", get: column(t, "source"), show: place},
-  ], "operations computed twice", 0);
-  const r = report(), share = r.forward_flops ? `, ${percent(r.recomputed_flops / r.forward_flops)} of the forward` : "";
-  return {count: t.rows + t.left, node: section("Computed twice", `${flops(r.recomputed_flops)}${share}, before the compiler`, table.tools, table.node, andMore(t, "kinds of operations", flops))};
+  const r = report(), t = r.recomputed, c = here("compiled");
+  if (!t?.rows && !c?.rows) return null;
+  const share = r.forward_flops ? `, ${percent(r.recomputed_flops / r.forward_flops)} of the forward` : "";
+  const parts = [];
+  if (t?.rows) {
+    const table = grid(t.rows, [
+      {title: "FLOPs", num: true, get: column(t, "flops"), show: n => n ? flops(n) : "free"},
+      {title: "bytes", num: true, get: column(t, "bytes"), show: known(bytes)},
+      {title: "count", num: true, get: column(t, "count"), show: known(many)},
+      {title: "operation", get: column(t, "primitive")},
+      {title: "array", get: column(t, "array"), show: mono},
+      {title: "module", get: column(t, "module"), show: mono},
+      {title: "region", get: column(t, "region"), show: mono},
+      {title: "source", get: column(t, "source"), show: place},
+    ], "operations computed twice", 0);
+    parts.push(el("div", {class: "head"}, el("h3", {style: "margin:0"}, "In the traced program"), el("div", {class: "tools"}, table.tools)),
+      table.node, andMore(t, "kinds of operations", flops));
+  }
+  if (c?.rows) {
+    const tone = state => state === "kept" ? "badge" : "badge good";
+    const table = grid(c.rows, [
+      {title: "FLOPs", num: true, get: column(c, "flops"), show: n => n ? flops(n) : "free"},
+      {title: "time", num: true, get: column(c, "seconds"), show: known(seconds)},
+      {title: "bytes", num: true, get: column(c, "bytes"), show: known(bytes)},
+      {title: "count", num: true, get: column(c, "count"), show: known(many)},
+      {title: "state", get: column(c, "state"), show: text => el("span", {class: tone(text), title: STATES[text]}, text)},
+      {title: "operation", get: column(c, "primitive")},
+      {title: "module", get: column(c, "module"), show: mono},
+      {title: "source", get: column(c, "source"), show: place},
+    ], "operations computed twice in the compiled program", 0);
+    parts.push(el("div", {class: "head", style: "margin-top:12px"}, el("h3", {style: "margin:0"}, "In the compiled program"),
+      el("span", {class: "about"}, Object.entries(STATES).map(([name, what]) => `${name}: ${what}`).join("; ")), el("div", {class: "tools"}, table.tools)),
+      table.node, andMore(c, "kinds of operations", flops));
+  }
+  return {count: t ? t.rows + t.left : 0, node: section("Computed twice", `${flops(r.recomputed_flops)}${share}`, null, parts)};
 }
+const STATES = {kept: "runs again", fused: "inside an instruction that is there anyway", removed: "its forward twin is gone, so it runs once"};
 
 function regions() {
   const t = here("regions");

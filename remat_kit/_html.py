@@ -22,6 +22,11 @@ _RESOLUTION = 50_000  # of the height of a curve
 _SAVED = ("array", "bytes", "module", "source", "reason", "primitive", "names", "memory", "times")
 _RECOMPUTED = ("primitive", "module", "source", "count", "flops", "bytes", "array", "region")
 _BUFFERS = ("bytes", "shape", "kind", "module", "source", "phase", "op")
+_COMPILED = ("primitive", "module", "source", "count", "state", "flops", "bytes", "seconds")
+_WHAT_IF = (
+    *("module", "bytes_at_peak", "saved_bytes", "extra_flops_fraction", "extra_seconds"),
+    *("next_peak_bytes", "next_phase", "next_module", "policy", "at"),
+)
 _REGIONS = (
     *("module", "verdict", "saved_bytes", "recomputed_flops", "recomputed_seconds"),
     *("kept_fraction", "message"),
@@ -126,11 +131,9 @@ class _Packed:
             "recomputed": self.arrays(report.get("recomputed"), _RECOMPUTED, by="flops"),
             "peak": {t: self.peak(p) for t, p in (report.get("peak") or {}).items() if p},
             "timeline": {t: self.curve(c) for t, c in (report.get("timeline") or {}).items() if c},
-            "regions": {
-                target: self.table(rows, _REGIONS, by="saved_bytes")
-                for target, rows in (report.get("regions") or {}).items()
-                if rows
-            },
+            "regions": self.tables(report.get("regions"), _REGIONS, by="saved_bytes"),
+            "what_if": self.tables(report.get("counterfactuals"), _WHAT_IF, by="saved_bytes"),
+            "compiled": self.tables(report.get("hlo_recomputed"), _COMPILED, by="flops"),
             "notes": list(report.get("notes") or ()),
             "lints": [dict(lint) for lint in report.get("lints") or ()],
             "diff": self.diff(found if isinstance(found, Mapping) else {"lines": found})
@@ -157,6 +160,10 @@ class _Packed:
             "left": len(left),
             "left_amount": sum(r.get(by) or 0 for r in left),
         }
+
+    def tables(self, by_target: Any, fields: Sequence[str], by: str) -> dict[str, Any]:
+        given = (by_target or {}).items()
+        return {target: self.table(rows, fields, by) for target, rows in given if rows}
 
     def cell(self, value: Any) -> Any:
         if isinstance(value, str):

@@ -657,6 +657,48 @@ def test_colour_in_a_terminal(no_color):
     assert not (no_color and colours)
 
 
+def test_inspect_writes_a_page_a_picture_and_a_trace(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    page, picture, trace = (tmp_path / f"out.{kind}" for kind in ("html", "png", "json"))
+    files = ("--html", page, "--png", picture, "--perfetto", trace)
+    status, out, err = run("inspect", MLP, *SMALL, "--policy", "dots", "--target", "cpu", *files)
+    assert status == 0, err
+    assert out.startswith("policies\n")
+    assert f"<title>{MLP} · remat_kit</title>" in page.read_text(encoding="utf-8")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert {e["pid"] for e in json.loads(trace.read_text())["traceEvents"]} == {1, 2}
+
+
+def test_each_target_has_a_trace_of_its_own(run, tmp_path):
+    targets = ("--target", "cpu", "cpu@4GiB")
+    status, _, err = run("inspect", MLP, *SMALL, *targets, "--perfetto", tmp_path / "out.json")
+    assert status == 0, err
+    assert {p.name for p in tmp_path.iterdir()} == {"out-cpu.json", "out-cpu@4GiB.json"}
+
+
+def test_a_page_needs_no_target(run, tmp_path):
+    status, _, err = run("inspect", MLP, *SMALL, "--html", tmp_path / "out.html")
+    assert status == 0, err
+    assert (tmp_path / "out.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--png", "out.png"], "`--png out.png`: without a target nothing is compiled"),
+        (["--perfetto", "o.json"], "`--perfetto o.json`: without a target nothing is compiled"),
+        (["--target", "cpu", "--png", "out.bmp"], "`--png out.bmp`: .bmp is no format"),
+        (["--html", "/no/folder/x.html"], "`--html /no/folder/x.html`: it cannot be written: No"),
+        (["--html", "."], "`--html .`: it cannot be written: Is a directory"),
+    ],
+)
+def test_files_are_checked_before_the_work(refused, monkeypatch, words, wanted):
+    monkeypatch.setattr(_cli, "loaded", None)  # would fail otherwise
+    message, hint = refused("inspect", MLP, *words)
+    assert message.startswith(wanted)
+    assert hint
+
+
 # -- parts ------------------------------------------------------------------------------------
 
 

@@ -101,6 +101,19 @@ def synthetic(buffers=3, saved=3, points=5, name="p"):
                 | {"recomputed_flops": 4.0, "message": "merged"}
             ]
         },
+        "counterfactuals": {
+            "chip": [
+                {"module": "Net/*", "bytes_at_peak": 8, "saved_bytes": 4, "extra_seconds": 1e-6}
+                | {"extra_flops_fraction": 0.5, "next_peak_bytes": 2, "next_phase": "backward"}
+                | {"next_module": "Net/head", "policy": "nothing", "at": "Net/*"}
+            ]
+        },
+        "hlo_recomputed": {
+            "chip": [
+                {"primitive": "tanh", "module": "Net", "source": "net.py:3", "count": 2}
+                | {"heavy": False, "state": "fused", "flops": 4.0, "bytes": 8.0, "seconds": 1e-6}
+            ]
+        },
         "step_seconds": {"chip": {"roofline": 1e-3, "compiler": None, "measured": None}},
         "notes": ["a note"],
         "lints": [
@@ -450,6 +463,23 @@ def test_lints_offer_their_fix_and_diffs_their_lines(browse):
 
 
 @needs_browser
+def test_what_would_help_is_a_policy_to_copy(browse):
+    found = browse(
+        _html.page({"policies": [synthetic()]}),
+        """document.execCommand = () => true;
+           const clipboard = {writeText: async text => { window.took = text; }};
+           Object.defineProperty(navigator, "clipboard", {value: clipboard});
+           one("#help .copy").click(); await pause(50);
+           return {took: window.took, row: one("#help tbody tr").innerText.split("\t"),
+             compiled: all("#recomputed tbody")[1].innerText.split("\t")};""",
+    )
+    assert found["took"] == 'remat_kit.policy("nothing", at="Net/*")'
+    assert found["row"][:6] == ["Net/*", "4 B", "+50 %", "+1 µs", "8 B", "2 B"]
+    assert found["row"][6] == "backward of Net/head"
+    assert found["compiled"][:6] == ["4 FLOP", "1 µs", "8 B", "2", "fused", "tanh"]
+
+
+@needs_browser
 def test_page_does_without_any_key(browse):
     whole = synthetic()
     reports = [{k: v for k, v in whole.items() if k != gone} | {"policy": gone} for gone in whole]
@@ -469,9 +499,10 @@ def test_page_does_without_any_key(browse):
     )
     assert len(found) == len(reports) + 3
     everything = {"summary", "policies", "lints", "timeline", "peak", "kept", "recomputed"}
-    everything |= {"regions", "diff", "notes"}
+    everything |= {"regions", "diff", "notes", "help"}
     assert set(found["policy"][0]) == everything
-    for key, section in (("timeline", "timeline"), ("peak", "peak"), ("saved", "kept")):
+    absent = {"timeline": "timeline", "peak": "peak", "saved": "kept", "counterfactuals": "help"}
+    for key, section in absent.items():
         assert set(found[key][0]) == everything - {section}
     assert found["empty"][0] == ["policies"]
     assert found["nulls"][0] == ["policies"]
