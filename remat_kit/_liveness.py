@@ -228,6 +228,8 @@ class _Walk:
             if arguments is None:
                 return self.fresh(instruction, computation)
             return arguments[index]
+        if opcode == "constant":
+            return self.fresh(instruction, computation)
         if opcode == "tuple":
             return operands
         if opcode == "get-tuple-element":

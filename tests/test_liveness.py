@@ -1,0 +1,296 @@
+"""The walk over a schedule: shapes, aliases, loops, and which buffers are alive when."""
+
+import textwrap
+
+import pytest
+
+from remat_kit._hlo import parse
+from remat_kit._liveness import (
+    ARGUMENT,
+    CONSTANT,
+    DEVICE,
+    HOST,
+    OUTPUT,
+    TEMPORARY,
+    VMEM,
+    leaves,
+    parse_shape,
+    schedule,
+)
+
+KIB = 1024
+
+
+def walk(body, **options):
+    return schedule(parse(f"HloModule m, is_scheduled=true\n{textwrap.dedent(body)}"), **options)
+
+
+def alive(found, kind=TEMPORARY):
+    return {b.makers[0].name: b.alive for b in found.buffers if b.kind == kind}
+
+
+# -- shapes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ("f32[]", 4),
+        ("f32[2,3]{1,0}", 24),
+        ("bf16[2,3]{1,0}", 12),
+        ("pred[5]{0}", 5),
+        ("s4[5]{0}", 3),
+        ("f8e4m3fn[6]{0}", 6),
+        ("u32[]{:S(2)}", 4),
+        ("f32[3,100]{1,0:T(8,128)}", 8 * 128 * 4),
+        ("f32[3,100]{0,1:T(8,128)}", 104 * 128 * 4),  # the other way round
+        ("bf16[3,100]{1,0:T(8,128)(2,1)}", 8 * 128 * 2),
+        ("f32[5]{0:T(256)}", 1024),
+        ("f32[]{:T(128)}", 512),
+        ("f32[2,3,9,200]{3,2,1,0:T(8,128)}", 2 * 3 * 16 * 256 * 4),
+        ("token[]", 0),
+    ],
+)
+def test_bytes_of_a_shape(shape, size):
+    assert parse_shape(shape).bytes == size
+
+
+def test_tuples_and_memory_spaces():
+    tree = parse_shape("((f32[2]{0}), bf16[4]{0:T(512)S(1)}, /*index=2*/f32[4]{0:S(5)})")
+    assert [str(a) for a in leaves(tree)] == ["f32[2]", "bf16[4]", "f32[4]"]
+    assert [a.space for a in leaves(tree)] == [DEVICE, VMEM, HOST]
+    assert len(tree) == 3
+
+
+def test_what_is_no_shape():
+    with pytest.raises(ValueError, match="not a shape"):
+        parse_shape("%x")
+
+
+# -- the walk ---------------------------------------------------------------------------------
+
+
+def test_a_value_lives_from_its_maker_to_its_last_reader():
+    found = walk("""
+        ENTRY %main (x: f32[256]) -> f32[] {
+          %x = f32[256]{0} parameter(0)
+          %c = f32[256]{0} constant({...})
+          %a = f32[256]{0} reverse(%x), dimensions={0}
+          %b = f32[256]{0} reverse(%a), dimensions={0}
+          %d = f32[] dot(%a, %b)
+          ROOT %e = f32[] add(%d, %d)
+        }""")
+    assert alive(found) == {"a": ((0, 2),), "b": ((1, 2),), "d": ((2, 2),)}
+    assert found.temporary_bytes == (KIB, 2 * KIB, 2 * KIB + 4, 0)
+    assert found.peak_step == 2
+    assert found.base_bytes == KIB + 4
+    assert found.peak_bytes == 3 * KIB + 8
+    assert set(alive(found, CONSTANT)) == {"c"}
+    held = [(b.makers[0].name, b.kind) for b in found.alive_at(2)]
+    assert sorted(held) == [
+        ("a", TEMPORARY),
+        ("b", TEMPORARY),
+        ("d", TEMPORARY),
+        ("e", OUTPUT),
+        ("x", ARGUMENT),
+    ]
+
+
+def test_elementwise_results_take_over_what_nobody_reads_again():
+    body = """
+        ENTRY %main (x: f32[256]) -> f32[] {{
+          %x = f32[256]{{0}} parameter(0)
+          %a = f32[256]{{0}} reverse(%x), dimensions={{0}}
+          %b = f32[256]{{0}} {opcode}(%a)
+          ROOT %d = f32[] dot(%b, %b)
+        }}"""
+    assert max(walk(body.format(opcode="sine")).temporary_bytes) == KIB
+    assert max(walk(body.format(opcode="reverse")).temporary_bytes) == 2 * KIB
+
+
+def test_a_fusion_takes_over_what_it_reads_element_by_element():
+    body = """
+        %f (p: f32[256], q: f32[256]) -> f32[256] {{
+          %p = f32[256]{{0}} parameter(0)
+          %q = f32[256]{{0}} parameter(1)
+          %r = f32[256]{{0}} {opcode}(%p)
+          ROOT %s = f32[256]{{0}} add(%r, %q)
+        }}
+        ENTRY %main (x: f32[256]) -> f32[] {{
+          %x = f32[256]{{0}} parameter(0)
+          %a = f32[256]{{0}} reverse(%x), dimensions={{0}}
+          %b = f32[256]{{0}} fusion(%a, %x), kind=kLoop, calls=%f
+          ROOT %d = f32[] dot(%b, %b)
+        }}"""
+    assert max(walk(body.format(opcode="sine")).temporary_bytes) == KIB
+    assert max(walk(body.format(opcode="reverse")).temporary_bytes) == 2 * KIB
+
+
+def test_views_are_no_buffers():
+    found = walk("""
+        ENTRY %main (x: f32[256]) -> f32[] {
+          %x = f32[256]{0} parameter(0)
+          %a = f32[256]{0} reverse(%x), dimensions={0}
+          %t = (f32[256]{0}, f32[256]{0}) tuple(%a, %x)
+          %g = f32[256]{0} get-tuple-element(%t), index=0
+          %v = f32[16,16]{1,0} bitcast(%g)
+          ROOT %d = f32[] dot(%v, %v)
+        }""")
+    assert alive(found) == {"a": ((0, 1),)}
+
+
+def test_an_update_in_place():
+    body = """
+        ENTRY %main (x: f32[256], u: f32[1], i: s32[]) -> f32[] {
+          %x = f32[256]{0} parameter(0)
+          %u = f32[1]{0} parameter(1)
+          %i = s32[] parameter(2)
+          %a = f32[256]{0} reverse(%x), dimensions={0}
+          %b = f32[256]{0} dynamic-update-slice(%a, %u, %i)
+          ROOT %d = f32[] dot(%b, %b)
+        }"""
+    assert alive(walk(body)) == {"a": ((0, 2),)}
+    fused = """
+        %f (p: f32[256], q: f32[1], r: s32[]) -> (f32[256], f32[256]) {
+          %p = f32[256]{0} parameter(0)
+          %q = f32[1]{0} parameter(1)
+          %r = s32[] parameter(2)
+          %s = f32[256]{0} dynamic-update-slice(%p, %q, %r)
+          %z = f32[256]{0} broadcast(%r), dimensions={}
+          ROOT %t = (f32[256]{0}, f32[256]{0}) tuple(%s, %z)
+        }
+        ENTRY %main (x: f32[256], u: f32[1], i: s32[]) -> f32[] {
+          %x = f32[256]{0} parameter(0)
+          %u = f32[1]{0} parameter(1)
+          %i = s32[] parameter(2)
+          %a = f32[256]{0} reverse(%x), dimensions={0}
+          %b = (f32[256]{0}, f32[256]{0}) fusion(%a, %u, %i), kind=kLoop, calls=%f
+          %g = f32[256]{0} get-tuple-element(%b), index=0
+          %h = f32[256]{0} get-tuple-element(%b), index=1
+          ROOT %d = f32[] dot(%g, %h)
+        }"""
+    assert alive(walk(fused)) == {"a": ((0, 2),), "b": ((1, 2),)}
+
+
+def test_a_declared_alias():
+    found = walk(
+        """
+        ENTRY %main (x: f32[256]) -> f32[] {
+          %x = f32[256]{0} parameter(0)
+          %a = f32[256]{0} reverse(%x), dimensions={0}
+          %b = (f32[256]{0}, f32[256]{0}) custom-call(%x, %a), custom_call_target="k",
+            output_to_operand_aliasing={{1}: (1, {})}
+          %g = f32[256]{0} get-tuple-element(%b), index=1
+          ROOT %d = f32[] dot(%g, %g)
+        }""".replace('"k",\n            ', '"k", ')
+    )
+    assert alive(found) == {"a": ((0, 2),), "b": ((1, 1),)}
+
+
+LOOP = """
+    %cond (p: (s32[], f32[256], f32[4,256])) -> pred[] {
+      %p = (s32[], f32[256]{0}, f32[4,256]{1,0}) parameter(0)
+      %n = s32[] constant(4)
+      %i = s32[] get-tuple-element(%p), index=0
+      ROOT %lt = pred[] compare(%i, %n), direction=LT
+    }
+    %body (q: (s32[], f32[256], f32[4,256])) -> (s32[], f32[256], f32[4,256]) {
+      %q = (s32[], f32[256]{0}, f32[4,256]{1,0}) parameter(0)
+      %j = s32[] get-tuple-element(%q), index=0
+      %one = s32[] constant(1)
+      %k = s32[] add(%j, %one)
+      %c = f32[256]{0} get-tuple-element(%q), index=1
+      %s = f32[4,256]{1,0} get-tuple-element(%q), index=2
+      %new = f32[256]{0} reverse(%c), dimensions={0}
+      %row = f32[1,256]{1,0} bitcast(%new)
+      %up = f32[4,256]{1,0} dynamic-update-slice(%s, %row, %j, %one)
+      ROOT %out = (s32[], f32[256]{0}, f32[4,256]{1,0}) tuple(%k, %new, %up)
+    }
+    ENTRY %main (x: f32[256], z: f32[]) -> f32[] {
+      %x = f32[256]{0} parameter(0)
+      %z = f32[] parameter(1)
+      %zero = s32[] constant(0)
+      %start = f32[256]{0} reverse(%x), dimensions={0}
+      %stack = f32[4,256]{1,0} broadcast(%z), dimensions={}
+      %init = (s32[], f32[256]{0}, f32[4,256]{1,0}) tuple(%zero, %start, %stack)
+      %while = (s32[], f32[256]{0}, f32[4,256]{1,0}) while(%init), condition=%cond, body=%body
+      %ys = f32[4,256]{1,0} get-tuple-element(%while), index=2
+      ROOT %d = f32[] dot(%ys, %ys)
+    }"""
+
+
+def test_a_loop_reuses_the_buffers_it_is_given():
+    found = walk(LOOP)
+    by_name = {b.makers[0].name: b for b in found.buffers if b.kind == TEMPORARY}
+    assert {"start", "stack"} <= by_name.keys()
+    assert "new" not in by_name  # it lies where the carry lies
+    assert by_name["stack"].stacked
+    assert not by_name["start"].stacked
+    assert by_name["stack"].alive == ((1, len(found.steps) - 1),)
+    assert max(found.temporary_bytes) < 6 * KIB
+    assert [i.name for i in found.steps].count("new") == 1  # the body stands once
+
+
+def test_the_branches_of_a_condition_share_the_result():
+    found = walk("""
+        %yes (p: f32[256]) -> f32[256] {
+          %p = f32[256]{0} parameter(0)
+          ROOT %y = f32[256]{0} reverse(%p), dimensions={0}
+        }
+        %no (q: f32[256]) -> f32[256] {
+          %q = f32[256]{0} parameter(0)
+          ROOT %w = f32[256]{0} reverse(%q), dimensions={0}
+        }
+        ENTRY %main (c: pred[], x: f32[256]) -> f32[] {
+          %c = pred[] parameter(0)
+          %x = f32[256]{0} parameter(1)
+          %r = f32[256]{0} conditional(%c, %x, %x), true_computation=%yes, false_computation=%no
+          ROOT %d = f32[] dot(%r, %r)
+        }""")
+    assert len(alive(found)) == 1
+    assert max(found.temporary_bytes) == KIB
+
+
+def test_copies_in_the_background_hold_both_ends():
+    found = walk("""
+        ENTRY %main (x: f32[256]) -> f32[] {
+          %x = f32[256]{0} parameter(0)
+          %a = f32[256]{0} reverse(%x), dimensions={0}
+          %s = (f32[256]{0:S(5)}, f32[256]{0}, u32[]) copy-start(%a)
+          %b = f32[256]{0} reverse(%x), dimensions={0}
+          %h = f32[256]{0:S(5)} copy-done(%s)
+          %t = (f32[256]{0}, f32[256]{0:S(5)}, u32[]) copy-start(%h)
+          %u = f32[256]{0} copy-done(%t)
+          ROOT %d = f32[] dot(%u, %b)
+        }""")
+    by_name = {b.makers[0].name: b for b in found.buffers if b.kind == TEMPORARY and b.bytes > 4}
+    assert by_name["a"].alive == ((0, 3),)
+    assert by_name["s"].space == HOST
+    assert by_name["t"].space == DEVICE
+    assert max(found.temporary_bytes) <= 2 * KIB + 8  # what waits on the host is not counted
+
+
+def test_slices_in_the_background_are_views_of_what_they_read():
+    found = walk("""
+        ENTRY %main (x: f32[256]) -> f32[] {
+          %x = f32[256]{0} parameter(0)
+          %a = f32[256]{0} reverse(%x), dimensions={0}
+          %s = ((f32[256]{0}), f32[64]{0:S(1)}, s32[]) slice-start(%a), slice={[0:64]}
+          %v = f32[64]{0:S(1)} slice-done(%s)
+          ROOT %d = f32[] dot(%v, %v)
+        }""")
+    assert max(found.temporary_bytes) <= KIB + 4
+
+
+def test_temporaries_lie_in_outputs_that_are_not_written_yet():
+    body = """
+        ENTRY %main (x: f32[256]) -> f32[256] {
+          %x = f32[256]{0} parameter(0)
+          %a = f32[2048]{0} broadcast(%x), dimensions={0}
+          %b = f32[2048]{0} reverse(%a), dimensions={0}
+          %c = f32[] dot(%b, %b)
+          ROOT %o = f32[2048]{0} broadcast(%c), dimensions={}
+        }"""
+    assert max(walk(body).temporary_bytes) == 8 * KIB + 4
+    assert [b.makers[0].name for b in walk(body).buffers if b.within] == ["a"]
+    assert max(walk(body, reuses_outputs=False).temporary_bytes) == 16 * KIB
