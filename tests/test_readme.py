@@ -11,6 +11,7 @@ import pytest
 
 from remat_kit import _cli
 from remat_kit._target import target
+from remat_kit.testing import MemoryBaseline
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -25,7 +26,7 @@ COMMANDS = [
 ]
 
 
-def test_python_blocks_run_one_after_the_other(capsys):
+def test_python_blocks_run_one_after_the_other(capsys, tmp_path):
     assert len(PYTHON) >= 3
     if not target("tpu-v5e").available:
         pytest.skip("the compiler for TPUs is not installed")
@@ -39,6 +40,11 @@ def test_python_blocks_run_one_after_the_other(capsys):
     temp_bytes, fits = shown.split()[-2:]
     assert int(temp_bytes) > 0
     assert fits == "True"
+    namespace["test_the_step_fits"]()
+    namespace["test_the_policy_changes_no_gradient"]()
+    for update in (True, False):
+        baseline = MemoryBaseline(tmp_path / "baseline.json", update=update)
+        namespace["test_memory_does_not_grow"](baseline)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
