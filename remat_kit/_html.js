@@ -428,7 +428,7 @@ function drawPlot(plot, legend, live, curve, top, memory, against, width) {
   }
   if (capacity && capacity <= ceiling) {
     image.append(svg("line", {x1: left, x2: width - right, y1: y(capacity), y2: y(capacity), style: "stroke:var(--bad);stroke-width:1.5"}),
-      svg("text", {x: width - right, y: y(capacity) - 4, "text-anchor": "end", style: "fill:var(--bad)"}, `the chip has ${bytes(capacity)}`));
+      svg("text", {x: width - right, y: y(capacity) - 4, "text-anchor": "end", class: "limit"}, `the chip has ${bytes(capacity)}`));
   }
   if (other) {
     const line = stairs(other.steps.map(s => s / otherLast * last), last, otherSizes).join("L");

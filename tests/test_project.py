@@ -69,6 +69,9 @@ def test_wheel_holds_the_package_with_the_recipes_inside_and_the_plugin(wheel):
     recipes = {n.split("/")[-1] for n in names if n.startswith("remat_kit/policies/")}
     assert recipes >= {p.name for p in (ROOT / "policies").glob("*.toml")}
     assert "remat_kit/py.typed" in names
+    parts = {p.name for p in PACKAGE.glob("_html.*")}
+    assert parts == {"_html.py", "_html.html", "_html.css", "_html.js"}
+    assert {f"remat_kit/{part}" for part in parts} <= set(names)
     modules = {n.split("/")[-1] for n in names if n.endswith(".py")}
     assert modules == {p.name for p in MODULES} | {"pytest_remat_kit.py"}
 
