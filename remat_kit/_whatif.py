@@ -77,6 +77,9 @@ class Counterfactual:
     ) -> Memory:
         """Compile the loss with the policy and return what it really takes.
 
+        A region keeps what its policy keeps, where the compiler on its own would have fused some of
+        it away: recomputing one module of a block can save less than the model says, or nothing.
+
         Args:
             fn, args, argnums: the loss that was inspected, without a policy on these modules.
             target: the chip.
@@ -156,10 +159,10 @@ class _Model:
 
     def without(self, module: str, at_peak: int) -> Counterfactual:
         change = [0] * (len(self.schedule.steps) + 1)
-        for members in self.instances(module):
-            again = min(step for b in members for step in b.reads if self.is_late(step))
+        for instance, members in self.instances(module).items():
+            again = self.arrival(members)
             for buffer in members:
-                self.take_out(buffer, again, members, change)
+                self.take_out(buffer, again, instance, change)
         changes = itertools.accumulate(change)
         sizes = [a + b for a, b in zip(self.schedule.temporary_bytes, changes, strict=False)]
         where = max(range(len(sizes)), key=lambda step: (sizes[step], -step))
@@ -184,19 +187,27 @@ class _Model:
         blocks = [p for p in paths if "*" in p and any(c.startswith(f"{p}/") for c in self.costs)]
         return (blocks or paths)[0]
 
-    def instances(self, module: str) -> list[list[Buffer]]:
-        """The waiting buffers of the modules, those of one block together."""
+    def arrival(self, members: Sequence[Buffer]) -> int:
+        """The step at which the backward pass reaches a block, where it is made again.
+
+        The compiler runs a small thing early here and there: they do not count.
+        """
+        reads = sorted((min(s for s in b.reads if self.is_late(s)), b.bytes) for b in members)
+        early = 0.02 * sum(size for _, size in reads)
+        sizes = itertools.accumulate(size for _, size in reads)
+        return next(s for (s, _), total in zip(reads, sizes, strict=True) if total >= early)
+
+    def instances(self, module: str) -> dict[str, list[Buffer]]:
+        """The waiting buffers of the modules, by block."""
         depth = module.count("/") + 1
         found: dict[str, list[Buffer]] = defaultdict(list)
         for buffer in self.waiting:
             path = self.modules[id(buffer)]
             if module in _prefixes(roll_up(path)):
                 found["/".join(path.split("/")[:depth])].append(buffer)
-        return list(found.values())
+        return found
 
-    def take_out(
-        self, buffer: Buffer, again: int, together: Sequence[Buffer], change: list[int]
-    ) -> None:
+    def take_out(self, buffer: Buffer, again: int, instance: str, change: list[int]) -> None:
         """Take a buffer out of the time in which it only waits, until step ``again``."""
         end = len(change) - 1
         if buffer.stacked and buffer.array.dims:
@@ -212,16 +223,17 @@ class _Model:
             if a <= z:
                 change[a] -= buffer.bytes
                 change[z + 1] += buffer.bytes
-                self.hold_inputs(buffer, again, together, change)
+                self.hold_inputs(buffer, again, instance, change)
 
-    def hold_inputs(
-        self, buffer: Buffer, again: int, together: Sequence[Buffer], change: list[int]
-    ) -> None:
-        """Keep what a buffer is made of until it is made again."""
+    def hold_inputs(self, buffer: Buffer, again: int, instance: str, change: list[int]) -> None:
+        """Keep what comes from outside of a block until the block is run again."""
         end = len(change) - 1
         for name in buffer.makers[0].operands:
             source = self.made_by.get(name)
-            if source is None or any(source is b for b in together) or not source.alive:
+            if source is None or not source.alive:
+                continue
+            maker = origin_of(source, self.origins).module
+            if f"{maker}/".startswith(f"{instance}/"):
                 continue
             last = source.alive[-1][1]
             if source.kind == TEMPORARY and source.space == DEVICE and last < again:
