@@ -259,9 +259,9 @@ class MemoryBaseline:
     >>> w = x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder, "baseline.json")
-    ...     _ = MemoryBaseline(path, update=True).check(loss, w, x)
+    ...     _ = MemoryBaseline(path, update=True).check(loss, w, x)  # doctest: +ELLIPSIS
     ...     MemoryBaseline(path).check(loss, w, x).argument_bytes
-    cpu: baseline written, peak 4.02 KiB
+    cpu: baseline written, peak ...
     2048
 
     Args:
