@@ -38,6 +38,8 @@ def needs(name):
 
 
 TARGETS = ["cpu", "h100", "tpu-v5e"]
+# XLA:CPU of jax 0.10 merges what a region outside of a loop recomputes with its original.
+MERGES = jax.__version_info__ < (0, 11)
 
 
 class Block(nn.Module):
@@ -205,6 +207,8 @@ def test_flops_of_a_real_program(target):
     plain = report(needs(target)).readings[target].estimate
     assert plain.total.flops == pytest.approx((3 * 2 * DEPTH - 1) * PRODUCT, rel=0.01)
     assert plain.by_phase()[FORWARD].flops == pytest.approx(2 * DEPTH * PRODUCT, rel=0.01)
+    if target == "cpu" and MERGES:
+        return
     again = report(target, "nothing").readings[target].estimate
     # The second product of a block is its result: no gradient reads it.
     assert again.by_phase()[RECOMPUTE].flops == pytest.approx(DEPTH * PRODUCT, rel=0.01)
@@ -400,7 +404,7 @@ def test_what_recomputing_would_do_and_what_it_does():
     after = block.check(model, *args, target="cpu")
     saved = before.memory["cpu"].peak_bytes - after.peak_bytes
     # The model keeps the schedule, the compiler makes a new one.
-    assert saved == pytest.approx(block.saved_bytes, rel=0.35)
+    assert MERGES or saved == pytest.approx(block.saved_bytes, rel=0.35)
     inner = next(c for c in found if c.module == "GPT/block_*/mlp")
     assert inner.saved_bytes < block.saved_bytes
     assert inner.extra_flops_fraction < block.extra_flops_fraction
