@@ -346,7 +346,7 @@ def _held(buffer: Buffer, found: Mapping[str, Origin]) -> Held:
 def origin_of(buffer: Buffer, found: Mapping[str, Origin]) -> Origin:
     """Where a buffer comes from: of several makers, the one that is deepest in the model."""
     if buffer.kind == ARGUMENT:
-        return found[buffer.makers[0].name]
+        return next(found[m.name] for m in buffer.makers if m.opcode == "parameter")
     return max((found[m.name] for m in buffer.makers), key=lambda o: _depth(o.module))
 
 

@@ -79,10 +79,18 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Program:
-    """The computations of a compiled program, by name, and which of them is the entry."""
+    """The computations of a compiled program, by name, and which of them is the entry.
+
+    Attributes:
+        computations: each with its instructions in order.
+        entry: the name of the one that is called.
+        aliased: the results that take over the memory of donated arguments, as (position of the
+            result, position of the argument); the first is None where there is one result alone.
+    """
 
     computations: Mapping[str, tuple[Instruction, ...]]
     entry: str
+    aliased: tuple[tuple[int | None, int], ...] = ()
 
     def instructions(self) -> Iterator[Instruction]:
         """Yield every instruction of every computation."""
@@ -443,7 +451,21 @@ def parse(hlo_text: str) -> Program:
             body.append(_instruction(line, begin, frames))
     if not entry:
         raise ValueError("the text holds no entry computation; is it optimised HLO?")
-    return Program(computations, entry)
+    return Program(computations, entry, _aliased(lines[0]))
+
+
+def _aliased(header: str) -> tuple[tuple[int | None, int], ...]:
+    """Read which results take an argument's place.
+
+    >>> _aliased("HloModule m, input_output_alias={ {0}: (2, {}, may-alias), {3}: (0, {}) }, x=1")
+    ((0, 2), (3, 0))
+    """
+    _, _, listed = header.partition("input_output_alias={")
+    listed, _, _ = listed.partition(" }")
+    return tuple((int(out) if out else None, int(of)) for out, of in _ALIAS.findall(listed))
+
+
+_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 
 
 def _instruction(line: str, begin: re.Match[str], frames: _Frames) -> Instruction:

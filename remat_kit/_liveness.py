@@ -184,6 +184,7 @@ class _Walk:
         self.values = _Values()
         self.steps: list[Instruction] = []
         self.read: dict[int, list[Tree]] = {}
+        self.arguments: dict[int, Tree] = {}
         self.depth = 0  # of the loops around
         self.in_place = _InPlace(program)
         self.elementwise = _Elementwise(program)
@@ -226,7 +227,10 @@ class _Walk:
         if opcode == "parameter":
             index = int(instruction.literal)
             if arguments is None:
-                return self.fresh(instruction, computation)
+                self.arguments[index] = tree = self.fresh(instruction, computation)
+                for value in leaves(tree):
+                    self.values.all[value].start = 0
+                return tree
             return arguments[index]
         if opcode == "constant":
             return self.fresh(instruction, computation)
@@ -455,6 +459,7 @@ class Buffer:
         within: whether a temporary lies in an output's memory, before that is written.
         reads: the steps at which it is read.
         stacked: whether a loop fills it, one slice in each iteration.
+        donated: whether it is an argument's memory that a result takes over.
     """
 
     makers: tuple[Instruction, ...]
@@ -464,6 +469,7 @@ class Buffer:
     within: bool = False
     reads: tuple[int, ...] = dataclasses.field(default=(), repr=False)
     stacked: bool = False
+    donated: bool = False
 
     @property
     def bytes(self) -> int:
@@ -559,29 +565,33 @@ def schedule(program: Program, *, reuses_outputs: bool = True) -> Schedule:
     root = walk.computation(program.entry, None)
     walk.use(root)
     values = walk.values
+    for output, argument in program.aliased:
+        values.share(walk.arguments[argument], root if output is None else root[output])
     outputs = {values.buffer(v) for v in leaves(root)}
     members: dict[int, list[_Value]] = {}
     for number, value in enumerate(values.all):
         members.setdefault(values.buffer(number), []).append(value)
     kinds = {b: _kind(b, found, outputs) for b, found in members.items()}
     _let_results_take_over(walk, members, kinds)
-    buffers = [_buffer(found, kinds[b]) for b, found in members.items()]
+    buffers = [_buffer(found, kinds[b], b in outputs) for b, found in members.items()]
     return Schedule(tuple(walk.steps), tuple(_placed(buffers) if reuses_outputs else buffers))
 
 
 def _kind(buffer: int, values: Sequence[_Value], outputs: set[int]) -> str:
-    first = values[0].maker
-    if first.opcode == "parameter":
+    if any(v.maker.opcode == "parameter" for v in values):
         return ARGUMENT
     if buffer in outputs:
         return OUTPUT
-    return CONSTANT if first.opcode == "constant" else TEMPORARY
+    return CONSTANT if values[0].maker.opcode == "constant" else TEMPORARY
 
 
 def _let_results_take_over(
     walk: _Walk, members: dict[int, list[_Value]], kinds: dict[int, str]
 ) -> None:
-    """End a temporary one step early where its last reader can write over it."""
+    """End a temporary one step early where its last reader can write over it.
+
+    XLA's heap lets no result do so that shares its memory with later values already.
+    """
     values = walk.values
     made_at: dict[int, list[int]] = {}
     last: dict[int, int] = {b: max(v.end for v in found) for b, found in members.items()}
@@ -598,7 +608,8 @@ def _let_results_take_over(
                 buffer = values.buffer(source)
                 if kinds[buffer] != TEMPORARY or last[buffer] != step:
                     continue
-                taker = next((r for r in results if _can_take(values, source, r)), None)
+                alone = (r for r in results if len(members[values.buffer(r)]) == 1)
+                taker = next((r for r in alone if _can_take(values, source, r)), None)
                 if taker is not None:
                     results.remove(taker)
                     last[buffer] = step - 1
@@ -612,7 +623,7 @@ def _can_take(values: _Values, source: int, result: int) -> bool:
     return same and values.buffer(source) != values.buffer(result)
 
 
-def _buffer(values: Sequence[_Value], kind: str) -> Buffer:
+def _buffer(values: Sequence[_Value], kind: str, is_result: bool) -> Buffer:
     alive: list[tuple[int, int]] = []
     for first, last in sorted((v.start, v.end) for v in values if v.end >= v.start):
         if alive and first <= alive[-1][1] + 1:
@@ -623,16 +634,26 @@ def _buffer(values: Sequence[_Value], kind: str) -> Buffer:
     makers = tuple({v.maker.name: v.maker for v in values}.values())
     reads = tuple(sorted({step for v in values for step in v.reads}))
     stacked = any(v.stacked for v in values)
-    return Buffer(makers, largest.array, kind, tuple(alive), reads=reads, stacked=stacked)
+    return Buffer(
+        makers,
+        largest.array,
+        kind,
+        tuple(alive),
+        reads=reads,
+        stacked=stacked,
+        donated=kind == ARGUMENT and is_result,
+    )
 
 
 def _placed(buffers: Sequence[Buffer]) -> list[Buffer]:
     """Put temporaries into the memory of outputs that are not written yet.
 
+    The memory of a donated argument is free from its last use until its output is written.
+
     XLA's assignment goes through the buffers from the largest to the smallest and gives each the
     smallest allocation so far that is free whenever it is alive; only then does it open a heap.
     """
-    outputs = [b for b in buffers if b.kind == OUTPUT and b.space == DEVICE]
+    outputs = [b for b in buffers if (b.kind == OUTPUT or b.donated) and b.space == DEVICE]
     room = [(b.bytes, _mask(b)) for b in outputs]
     order = sorted(range(len(buffers)), key=lambda n: -buffers[n].bytes)
     least = min((size for size, _ in room), default=0)

@@ -126,6 +126,22 @@ def test_a_fusion_takes_over_what_it_reads_element_by_element():
     assert max(walk(body.format(opcode="reverse")).temporary_bytes) == 2 * KIB
 
 
+def test_what_is_updated_in_place_afterwards_takes_nothing_over():
+    body = """
+        ENTRY %main (x: f32[256], n: s32[], u: f32[1]) -> f32[] {{
+          %x = f32[256]{{0}} parameter(0)
+          %n = s32[] parameter(1)
+          %u = f32[1]{{0}} parameter(2)
+          %a = f32[256]{{0}} reverse(%x), dimensions={{0}}
+          %b = f32[256]{{0}} sine(%a)
+          %c = {update}
+          ROOT %d = f32[] dot(%c, %c)
+        }}"""
+    in_place = body.format(update="f32[256]{0} dynamic-update-slice(%b, %u, %n)")
+    assert max(walk(in_place).temporary_bytes) == 2 * KIB
+    assert max(walk(body.format(update="f32[256]{0} cosine(%b)")).temporary_bytes) == KIB
+
+
 def test_views_are_no_buffers():
     found = walk("""
         ENTRY %main (x: f32[256]) -> f32[] {
@@ -294,3 +310,53 @@ def test_temporaries_lie_in_outputs_that_are_not_written_yet():
     assert max(walk(body).temporary_bytes) == 8 * KIB + 4
     assert [b.makers[0].name for b in walk(body).buffers if b.within] == ["a"]
     assert max(walk(body, reuses_outputs=False).temporary_bytes) == 16 * KIB
+
+
+# -- donated arguments ------------------------------------------------------------------------
+
+STEP = """
+    ENTRY %main (x: f32[256], s: f32[2048]) -> (f32[], f32[2048]) {
+      %s = f32[2048]{0} parameter(1)
+      %x = f32[256]{0} parameter(0)
+      %n = f32[2048]{0} negate(%s)
+      %m = f32[] dot(%n, %n)
+      %a = f32[1024]{0} broadcast(%m), dimensions={}
+      %l = f32[] dot(%a, %a)
+      %o = f32[2048]{0} broadcast(%l), dimensions={}
+      ROOT %t = (f32[], f32[2048]{0}) tuple(%l, %o)
+    }"""
+
+
+def donating(aliased, body=STEP):
+    header = f"HloModule m, is_scheduled=true, input_output_alias={aliased}, x={{1}}\n"
+    return schedule(parse(header + textwrap.dedent(body)))
+
+
+def test_a_result_takes_the_place_of_a_donated_argument():
+    kept, found = walk(STEP), donating("{ {1}: (1, {}, may-alias) }")
+    assert kept.base_bytes == (1 + 8 + 8) * KIB + 4
+    assert found.base_bytes == (1 + 8) * KIB + 4
+    (donated,) = (b for b in found.buffers if b.donated)
+    assert donated.kind == ARGUMENT
+    assert [m.name for m in donated.makers] == ["s", "o"]
+    assert not any(b.donated for b in kept.buffers)
+
+
+def test_temporaries_lie_in_a_donated_argument_after_its_last_use():
+    found = donating("{ {1}: (1, {}, may-alias) }")
+    assert {b.makers[0].name: b.within for b in found.buffers if b.kind == TEMPORARY} == {
+        "n": False,  # the argument is read then
+        "m": False,
+        "a": True,
+    }
+    assert max(found.temporary_bytes) == 8 * KIB + 4
+
+
+def test_a_donated_argument_that_is_the_only_result():
+    body = """
+        ENTRY %main (x: f32[256]) -> f32[256] {
+          %x = f32[256]{0} parameter(0)
+          ROOT %y = f32[256]{0} sine(%x)
+        }"""
+    assert walk(body).peak_bytes == 2 * KIB
+    assert donating("{ {}: (0, {}, must-alias) }", body).peak_bytes == KIB
