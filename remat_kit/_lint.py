@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from remat_kit import _graph, _jax
+from remat_kit import _graph, _jax, _remat
 from remat_kit import _policy as algebra
 from remat_kit._dataflow import FORWARD, Frame, Gradient, Op, Region
 from remat_kit._duplicates import Recomputed, duplicates
@@ -665,6 +667,33 @@ def _never_read(scene: _Scene) -> Iterator[Lint]:
         yield Lint("no-effect", message, f"del {place}  # or call the module", bytes=size)
 
 
+def _never_called(scene: _Scene) -> Iterator[Lint]:
+    """Find decorated classes, written where the loss is written, that nothing has called."""
+    candidates = _remat.uncalled()
+    if not candidates:
+        return
+    files = {_graph.source_of(op.eqn)[0] for op in scene.gradient.primal.ops if op.eqn is not None}
+    for module, call in candidates.items():
+        file, line = _place_of(module)
+        if file in files:
+            name = module.__name__
+            message = (
+                f"{call} decorates {name}, and no {name} has been called: either the model does "
+                "not use it, or it was made from the class as it was before"
+            )
+            fix = f"x = {name}(...)(x)  # or take the policy off"
+            yield Lint("no-effect", message, fix, source=f"{_graph.short_path(file)}:{line}")
+
+
+def _place_of(module: type) -> tuple[str, int]:
+    """The file and the line of a class; line 0 where its source cannot be read."""
+    file = getattr(sys.modules.get(module.__module__), "__file__", None) or ""
+    try:
+        return file, inspect.getsourcelines(module)[1]
+    except (OSError, TypeError):
+        return file, 0
+
+
 def _whole_loss(scene: _Scene) -> Iterator[Lint]:
     enough = WHOLE * scene.forward_flops
     for region, frame in scene.regions:
@@ -992,7 +1021,8 @@ def _raised_peaks(scene: _Scene) -> Iterator[Lint]:
 
 
 _RULES: tuple[Callable[[_Scene], Iterator[Lint]], ...] = (
-    *(_whole_loss, _regions_without_effect, _rules_without_effect, _never_read, _unknown_names),
+    *(_whole_loss, _regions_without_effect, _rules_without_effect, _never_read, _never_called),
+    *(_unknown_names,),
     *(_cse_undone, _saved_copies, _dropout_masks, _collectives, _kernels),
     *(_tiny_offloads, _dropped_offloads, _raised_peaks),
 )

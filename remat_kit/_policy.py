@@ -1532,10 +1532,10 @@ def _check_names(leaf: Named, names: set[str], call: str) -> None:
 def _check_modules(leaf: Module, modules: set[str], call: str) -> None:
     for pattern in leaf.patterns:
         if not any(_under(pattern, path) for path in modules):
-            raise unknown("module", pattern, _similar_paths(pattern, modules), call=call)
+            raise unknown("module", pattern, similar_paths(pattern, modules), call=call)
 
 
-def _similar_paths(pattern: str, modules: set[str]) -> set[str]:
+def similar_paths(pattern: str, modules: set[str]) -> set[str]:
     """The existing module paths, in the form in which the pattern is written."""
     found = re.fullmatch(r"((?:\*{1,2}/)?)(.*?)((?:/\*\*)?)", pattern)
     assert found is not None

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -117,10 +118,14 @@ def _text(what: Any) -> str:
 
 
 def _decorate(app: _Application, target: Any, methods: Sequence[str] | None = None) -> Any:
-    if _flax.is_linen_class(target):
-        return _flax.lift_linen(target, app.run, methods)
-    if _flax.is_nnx_class(target):
-        return _flax.nnx_subclass(target, app.function, methods or ("__call__",))
+    if _flax.is_linen_class(target) or _flax.is_nnx_class(target):
+        app = dataclasses.replace(app, calls=[])
+        if _flax.is_linen_class(target):
+            found = _flax.lift_linen(target, app.run, methods)
+        else:
+            found = _flax.nnx_subclass(target, app.function, methods or ("__call__",))
+        _decorated[found] = app
+        return found
     if _flax.is_linen(target):
         return _linen_instance(app, target, methods)
     if _flax.is_nnx(target):
@@ -160,6 +165,7 @@ class _Application:
     static_argnames: tuple[str, ...]
     prevent_cse: Any
     call: str
+    calls: list[bool] = dataclasses.field(default_factory=list, compare=False)  # empty until one
 
     def function(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``fn`` with its calls cut into regions; its arguments may hold Flax modules."""
@@ -177,6 +183,8 @@ class _Application:
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of arrays, cut into regions."""
+        if not self.calls:
+            self.calls.append(True)
         pure, values = self._arrays_only(fn, args, kwargs)
         loop = _jax.inside_loop()
         base = _graph.join_scopes(_jax.current_scopes())
@@ -236,6 +244,14 @@ class _Application:
         if _checkable(self.policy):
             values = _graph.values(program, full=False)
             algebra.check(self.policy, values, call=self.call)
+
+
+_decorated: weakref.WeakKeyDictionary[type, _Application] = weakref.WeakKeyDictionary()
+
+
+def uncalled() -> dict[type, str]:
+    """Return the decorated module classes that nothing has called so far, with their decorators."""
+    return {c: f"remat_kit.{app.call}" for c, app in _decorated.items() if not app.calls}
 
 
 def applied(fn: Any) -> tuple[Policy | None, str | None]:
@@ -311,7 +327,15 @@ class _Cutter:
 
     def nothing_at(self, program: Program) -> Exception:
         paths = {"/".join(p) for p in _paths(program.eqns, program.base)}
-        similar = algebra._similar_paths(self.app.at or "", paths)
+        everywhere = _paths(program.eqns, program.base, enter=None)
+        if any(self.block_of(path) is not None for path in everywhere):
+            return PolicyError(
+                f"`{self.app.call}`: what matches lies inside a checkpoint region, a shard_map or "
+                "a function with its own derivative, which at= does not enter",
+                hint="take the policy or nn.remat off that is there, or decorate the class of the "
+                "module itself",
+            )
+        similar = algebra.similar_paths(self.app.at or "", paths)
         return unknown("module", self.app.at or "", similar, call=self.app.call)
 
     def matches(self, eqns: Sequence[Any], base: Path) -> Iterator[str]:
@@ -581,13 +605,14 @@ def _scoped(parts: Sequence[str]) -> Any:
     return jax.named_scope("/".join(parts)) if parts else contextlib.nullcontext()
 
 
-def _paths(eqns: Sequence[Any], base: Path) -> Iterator[Path]:
+def _paths(eqns: Sequence[Any], base: Path, *, enter: Any = ()) -> Iterator[Path]:
+    """Yield module paths, inside the bodies that ``at=`` enters too; None for those of all."""
     for eqn in eqns:
         path = _graph.module_path(eqn, base)
         yield path
-        if eqn.primitive.name in _ENTER:
+        if enter is None or eqn.primitive.name in _ENTER:
             for body in _graph.bodies(eqn):
-                yield from _paths(body.jaxpr.eqns, path)
+                yield from _paths(body.jaxpr.eqns, path, enter=enter)
 
 
 def _used_later(pieces: Sequence[_Piece], outvars: Sequence[Any]) -> list[set[Any]]:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, PartitionSpec
 
@@ -346,6 +347,34 @@ def test_a_module_that_is_never_called():
     silent = "recompute(module('**/extra', strict=False)) >> save(dots)"
     lint = only(inspect(tower, *TOWER, policy=silent), "no-effect")
     assert "module('**/extra', strict=False)" in lint.message
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_a_decorated_class_that_is_never_called(kind):
+    base = nn.Module if kind == "linen" else nnx.Module
+
+    @remat_kit.policy("nothing")
+    class Forgotten(base):
+        def __call__(self, x):
+            return jnp.sin(x)
+
+    lint = only(inspect(tower, *TOWER), "no-effect")
+    assert "remat_kit.policy('nothing') decorates Forgotten, and no Forgotten has been" in (
+        lint.message
+    )
+    assert lint.source.startswith("tests/test_lint.py:")
+    if kind == "linen":
+        Forgotten().apply({}, jnp.ones(3))
+    else:
+        Forgotten()(jnp.ones(3))
+    assert codes(inspect(tower, *TOWER)) == []
+
+
+def test_a_class_of_another_file_is_not_missed():
+    code = "import remat_kit\nfrom flax import linen as nn\n@remat_kit.policy('nothing')\n"
+    module = types.ModuleType("another")
+    exec(code + "class Forgotten(nn.Module): pass", module.__dict__)
+    assert codes(inspect(tower, *TOWER)) == []
 
 
 def test_parameters_that_nothing_reads():

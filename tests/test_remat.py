@@ -437,3 +437,21 @@ def test_what_cannot_be_decorated():
 def test_offload_composes_with_save_on_an_unedited_model():
     policy = offload(module("*/down")) | save(module("*/up"))
     assert_equal(step(remat_kit.policy(policy, at="*/Layer_*")(net(Layer))), step(net(Layer)))
+
+
+def test_at_says_that_another_region_is_in_the_way():
+    @remat_kit.policy("nothing")
+    def inner(w, x):
+        with jax.named_scope("up"):
+            x = jnp.tanh(x @ w)
+        with jax.named_scope("down"):
+            return jnp.tanh(x @ w)
+
+    def model(w, x):
+        with jax.named_scope("net"):
+            return inner(w, x).sum()
+
+    again = remat_kit.policy("dots", at="*/up")(model)
+    with pytest.raises(remat_kit.PolicyError, match="inside a checkpoint region") as caught:
+        jax.grad(again)(jnp.ones((4, 4)), jnp.ones((4, 4)))
+    assert "take the policy or nn.remat off" in str(caught.value)
