@@ -25,5 +25,14 @@ if _SHARED not in os.environ:
 os.environ["REMAT_KIT_CACHE"] = os.environ[_SHARED]
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(params=[False, True], ids=["remat2", "remat3"])
+def implementation(request):
+    """Each of JAX's two implementations of checkpoint."""
+    jax.config.update("jax_remat3", request.param)
+    yield request.param
+    jax.config.update("jax_remat3", False)

@@ -1,14 +1,13 @@
 """The peak taken apart: who made what, in which phase; time, verdicts and counterfactuals."""
 
 import functools
-import importlib.util
-import pathlib
 import textwrap
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from zoo import load
 
 import remat_kit
 from remat_kit import _anatomy, _roofline, inspect
@@ -17,15 +16,7 @@ from remat_kit._hlo import parse
 from remat_kit._roofline import estimate, trip_count
 from remat_kit._target import compile_program
 
-MODELS = pathlib.Path(__file__).parents[1] / "models"
 WIDE, DEPTH, ROWS = 512, 4, 16384
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, MODELS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 gpt = load("gpt")

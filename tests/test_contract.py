@@ -8,18 +8,16 @@ scan's body, with `nn.remat` too.
 """
 
 import functools
-import importlib.util
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from zoo import load
 
 import remat_kit
 from remat_kit import _recipe
 
-MODELS = pathlib.Path(__file__).parents[1] / "models"
 GPT = {"size": "tiny", "layers": 3, "width": 8, "heads": 2, "vocab": 11, "seq": 4, "batch": 2}
 CASES = {
     "mlp": ("mlp", {"batch": 4, "features": 12, "hidden": 8, "layers": 3}),
@@ -58,13 +56,6 @@ def fast_compiles():
 
 
 @functools.cache
-def load(name):
-    spec = importlib.util.spec_from_file_location(f"contract_{name}", MODELS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @functools.cache
 def arguments(case):
     name, sizes = CASES[case]

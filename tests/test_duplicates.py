@@ -1,7 +1,5 @@
 """What a gradient computes twice, and that equal numbers mean equal values."""
 
-import importlib.util
-import pathlib
 import time
 from collections import Counter
 
@@ -10,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import Literal
+from zoo import load
 
 import remat_kit
 from remat_kit import _graph, _jax, primitive, recompute, save
@@ -19,22 +18,7 @@ from remat_kit._duplicates import forward_flops, recomputed, recomputed_of
 is_old = jax.__version_info__ < (0, 11)
 
 
-def load(name):
-    path = pathlib.Path(__file__).parents[1] / "models" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 gpt, mlp, resnet = map(load, ("gpt", "mlp", "resnet"))
-
-
-@pytest.fixture(params=[False, True], ids=["remat2", "remat3"])
-def implementation(request):
-    jax.config.update("jax_remat3", request.param)
-    yield request.param
-    jax.config.update("jax_remat3", False)
 
 
 def f32(*shape):

@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import importlib.util
 import json
-import pathlib
 import types
 
 import flax.linen as nn
@@ -15,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, PartitionSpec
+from zoo import load
 
 import remat_kit
 from remat_kit import Comparison, Lint, UnknownNameError, inspect
@@ -24,14 +23,6 @@ from remat_kit._jax import policy_names
 from remat_kit._lint import Compiled, as_at, lints_of, policy_call, raised_peak
 from remat_kit._policy import as_policy
 from remat_kit._residuals import kept_of
-
-
-def load(name):
-    path = pathlib.Path(__file__).parents[1] / "models" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def f32(*shape):

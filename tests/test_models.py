@@ -3,7 +3,6 @@
 import dataclasses
 import doctest
 import functools
-import importlib.util
 import math
 import pathlib
 
@@ -13,15 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from zoo import load
 
 MODELS = pathlib.Path(__file__).parents[1] / "models"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, MODELS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 MLP, GPT, GPT_NNX, RESNET = (load(name) for name in ("mlp", "gpt", "gpt_nnx", "resnet"))

@@ -29,13 +29,6 @@ OLD_REMAT3 = "the first jax_remat3 has no vmap of names and no offload (jax 0.10
 is_old = jax.__version_info__ < (0, 11)
 
 
-@pytest.fixture(params=[False, True], ids=["remat2", "remat3"])
-def implementation(request):
-    jax.config.update("jax_remat3", request.param)
-    yield request.param
-    jax.config.update("jax_remat3", False)
-
-
 def layers(x, w):
     h = checkpoint_name(jnp.tanh(x @ w), "h")
     h = jnp.exp(h * 0.1)

@@ -1,9 +1,7 @@
 """Reports, comparisons and differences: what they say, and how they print."""
 
-import importlib.util
 import io
 import json
-import pathlib
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
+from zoo import load
 
 import remat_kit
 from remat_kit import (
@@ -31,25 +30,9 @@ from remat_kit._graph import roll_up
 from remat_kit._report import policy_text
 from remat_kit._table import format_flops
 
-
-def load(name):
-    path = pathlib.Path(__file__).parents[1] / "models" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 gpt, mlp, resnet = map(load, ("gpt", "mlp", "resnet"))
 MLP = {"batch": 4, "features": 8, "hidden": 6, "classes": 3}
 RESNET = {"depth": 18, "batch": 2, "image": 32, "width": 4, "classes": 10}
-
-
-@pytest.fixture(params=[False, True], ids=["remat2", "remat3"])
-def implementation(request):
-    jax.config.update("jax_remat3", request.param)
-    yield request.param
-    jax.config.update("jax_remat3", False)
 
 
 def f32(*shape):

@@ -1,12 +1,10 @@
 """What is kept for the backward pass: how much, where it was made, and why."""
 
-import importlib.util
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from zoo import load
 
 import remat_kit
 from remat_kit import NotDifferentiableError, UserError, named, offload, primitive, recompute, save
@@ -15,23 +13,8 @@ from remat_kit._residuals import saved_residuals
 is_old = jax.__version_info__ < (0, 11)
 
 
-def load(name):
-    path = pathlib.Path(__file__).parents[1] / "models" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 gpt, gpt_nnx, mlp, resnet = map(load, ("gpt", "gpt_nnx", "mlp", "resnet"))
 OUTSIDE = "needed by the backward pass, outside every region"
-
-
-@pytest.fixture(params=[False, True], ids=["remat2", "remat3"])
-def implementation(request):
-    jax.config.update("jax_remat3", request.param)
-    yield request.param
-    jax.config.update("jax_remat3", False)
 
 
 def f32(*shape):
