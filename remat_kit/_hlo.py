@@ -510,6 +510,7 @@ class _Frames:
         self.files: dict[int, str] = {}
         self.locations: dict[int, tuple[int, int]] = {}
         self.frames: dict[int, tuple[int, int]] = {}
+        self.known: dict[int, str] = {}
         table = ""
         for line in lines:
             if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
@@ -537,10 +538,15 @@ class _Frames:
             file = short_path(plain.group(1))
             return f"{file}:{plain.group(2)}" if plain.group(2) else file
         found = _FRAME.search(attributes)
-        stack = list(self._stack(int(found.group(1)))) if found else []
-        ours = [place for place in stack if not _LIBRARY.search(place)]
-        file, colon, line = next(iter(ours or stack), "").rpartition(":")
-        return f"{short_path(file)}{colon}{line}"
+        return self._innermost(int(found.group(1))) if found else ""
+
+    def _innermost(self, frame: int) -> str:
+        if frame not in self.known:
+            stack = list(self._stack(frame))
+            ours = [place for place in stack if not _LIBRARY.search(place)]
+            file, colon, line = next(iter(ours or stack), "").rpartition(":")
+            self.known[frame] = f"{short_path(file)}{colon}{line}"
+        return self.known[frame]
 
     def _stack(self, frame: int) -> Iterator[str]:
         while frame in self.frames:

@@ -55,8 +55,13 @@ class Cost:
     cycles: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Cost(*(a + b for a, b in pairs))
+        return Cost(
+            self.seconds + other.seconds,
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+            self.host_bytes + other.host_bytes,
+            self.cycles + other.cycles,
+        )
 
     def __mul__(self, times: float) -> Cost:
         return Cost(*(amount * times for amount in dataclasses.astuple(self)))
@@ -165,7 +170,9 @@ class _Counter:
         self.visit(body.group(1), times * (trips if trips is not None else 1))
 
     def count(self, instruction: Instruction, times: float) -> None:
-        cost = self.cost(instruction) * times
+        cost = self.cost(instruction)
+        if times != 1.0:
+            cost = cost * times
         origin = self.origins.get(instruction.name)
         place = ("other", "", instruction.opcode)
         if origin is not None:

@@ -2,6 +2,7 @@
 
 import functools
 import textwrap
+import time
 
 import flax.linen as nn
 import jax
@@ -12,7 +13,10 @@ from zoo import load
 import remat_kit
 from remat_kit import _anatomy, _roofline, inspect
 from remat_kit._anatomy import BACKWARD, FORWARD, RECOMPUTE, UPDATE, anatomy, origins
+from remat_kit._dataflow import trace_gradient
 from remat_kit._hlo import parse
+from remat_kit._reading import Traced, read
+from remat_kit._residuals import residuals_of
 from remat_kit._roofline import estimate, trip_count
 from remat_kit._target import compile_program
 
@@ -408,3 +412,31 @@ def test_the_best_comes_first():
     saved = [c.saved_bytes for c in found]
     assert saved == sorted(saved, reverse=True)
     assert any(c.at == "GPT/block_scan" for c in found)
+
+
+# -- the largest ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [
+        ("resnet", {"depth": 152, "batch": 2, "policy": "nothing"}),
+        ("gpt", {"size": "72l", "batch": 1, "seq": 256, "policy": "nothing"}),
+    ],
+    ids=["resnet-152", "gpt-72"],
+)
+def test_the_largest_programs_are_read_back_in_seconds(model, size, tmp_path):
+    fn, args = load(model).build(**size)
+    gradient = trace_gradient(fn, args, 0, call="test")
+    traced = Traced.of(gradient, residuals_of(gradient), fn, args, 0)
+    compiled = compile_program(fn, args, "cpu")
+    begin = time.process_time()  # whatever else the machine does
+    reading = read(compiled, traced)
+    seconds = time.process_time() - begin
+    print(f"{model}: {len(reading.schedule.steps)} steps read back in {seconds:.2f} s")
+    assert seconds < 10
+    page = tmp_path / "page.html"
+    inspect(fn, *args, target="cpu").to_html(page)
+    print(f"{model}: a page of {page.stat().st_size / 2**20:.2f} MiB")
+    assert page.stat().st_size < 5e6
