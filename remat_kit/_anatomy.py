@@ -18,7 +18,7 @@ from typing import Any
 from remat_kit import _liveness
 from remat_kit._graph import roll_up
 from remat_kit._hlo import MARK, Instruction, Program, is_xla_remat, module_and_primitive
-from remat_kit._liveness import ARGUMENT, DEVICE, TEMPORARY, Buffer, Schedule
+from remat_kit._liveness import ARGUMENT, DEVICE, FUSED, TEMPORARY, Buffer, Schedule
 
 FORWARD, RECOMPUTE, BACKWARD, UPDATE, OTHER = "forward", "recompute", "backward", "update", "other"
 PHASES = (FORWARD, RECOMPUTE, BACKWARD, UPDATE, OTHER)
@@ -104,14 +104,14 @@ class _Tracer:
 
     def inside(self, instruction: Instruction) -> list[str]:
         """The module paths of what was fused into an instruction."""
-        if instruction.opcode != "fusion" or not instruction.called:
+        if instruction.opcode not in FUSED or not instruction.called:
             return []
         body = self.program.computations.get(instruction.called[0], ())
         return [module_and_primitive(i.op_name)[0] for i in body if i.op_name]
 
     def told(self, instruction: Instruction) -> Instruction:
         """The instruction that carries the metadata: itself, or one that was fused into it."""
-        if instruction.op_name or instruction.opcode != "fusion" or not instruction.called:
+        if instruction.op_name or instruction.opcode not in FUSED or not instruction.called:
             return instruction
         inside = self.program.computations.get(instruction.called[0], ())
         return next((i for i in reversed(inside) if i.op_name), instruction)
@@ -344,10 +344,14 @@ def _held(buffer: Buffer, found: Mapping[str, Origin]) -> Held:
 
 
 def origin_of(buffer: Buffer, found: Mapping[str, Origin]) -> Origin:
-    """Where a buffer comes from: of several makers, the one that is deepest in the model."""
+    """Where a buffer comes from: of several makers, the one that is deepest in the model.
+
+    The zeros that a loop begins with are the compiler's own, and of no phase.
+    """
     if buffer.kind == ARGUMENT:
         return next(found[m.name] for m in buffer.makers if m.opcode == "parameter")
-    return max((found[m.name] for m in buffer.makers), key=lambda o: _depth(o.module))
+    makers = (found[m.name] for m in buffer.makers)
+    return max(makers, key=lambda o: (_depth(o.module), o.phase != OTHER))
 
 
 def running_phases(schedule: Schedule, found: Mapping[str, Origin]) -> list[str]:
@@ -355,7 +359,7 @@ def running_phases(schedule: Schedule, found: Mapping[str, Origin]) -> list[str]
     out: list[str] = []
     for instruction in schedule.steps:
         phase = found[instruction.name].phase
-        own = not instruction.op_name and instruction.opcode != "fusion"
+        own = not instruction.op_name and instruction.opcode not in FUSED
         out.append(out[-1] if out and (own or phase == OTHER) else phase)
     known = next((phase for phase in out if phase != OTHER), OTHER)
     return [known if phase == OTHER else phase for phase in out]

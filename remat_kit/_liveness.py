@@ -268,8 +268,11 @@ class _Walk:
     def alias(self, instruction: Instruction, operands: Sequence[Tree], result: Tree) -> None:
         if instruction.opcode.endswith("-start") and isinstance(result, list):
             # A copy begins as (target, source, context), all else as (sources, results, ...).
-            self.values.share(operands, result[1 if instruction.opcode == "copy-start" else 0])
-            return
+            held = result[1 if instruction.opcode == "copy-start" else 0]
+            self.values.share(operands, held)
+            for source, view in zip(leaves(operands), leaves(held), strict=False):
+                self.values.all[view].maker = self.values.all[source].maker
+            result = result[1]
         for output, operand in self.in_place.pairs(instruction):
             target = result[output] if isinstance(result, list) and output is not None else result
             if operand < len(operands):
@@ -346,6 +349,9 @@ def _branches(instruction: Instruction) -> list[str]:
     return re.findall(r"(?:true|false)_computation=%([\w.\-]+)", instruction.attributes)
 
 
+FUSED = ("fusion", "fusion-start")
+
+
 class _InPlace:
     """Which operand an instruction writes its result into."""
 
@@ -361,7 +367,7 @@ class _InPlace:
         if declared:
             found = _PAIR.findall(declared.group(1))
             return [(int(out) if out else None, int(operand)) for out, operand in found]
-        if instruction.opcode != "fusion" or not instruction.called:
+        if instruction.opcode not in FUSED or not instruction.called:
             return []
         name = instruction.called[0]
         if name not in self.known:
@@ -654,7 +660,10 @@ def _placed(buffers: Sequence[Buffer]) -> list[Buffer]:
     smallest allocation so far that is free whenever it is alive; only then does it open a heap.
     """
     outputs = [b for b in buffers if (b.kind == OUTPUT or b.donated) and b.space == DEVICE]
-    room = [(b.bytes, _mask(b)) for b in outputs]
+    end = max((last for b in buffers for _, last in b.alive), default=0)
+    always = (1 << (end + 1)) - 1
+    # An argument that is updated in place is free at no step; there may be thousands of them.
+    room = [(b.bytes, mask) for b in outputs if (mask := _mask(b)) != always]
     order = sorted(range(len(buffers)), key=lambda n: -buffers[n].bytes)
     least = min((size for size, _ in room), default=0)
     out = list(buffers)

@@ -175,8 +175,11 @@ def test_a_scan_stacks_under_the_modules_that_fill_it():
     model, args = gpt.build(size="tiny", batch=4, scan=True)
     held = inspect(model, *args, target="cpu").readings["cpu"].peak.held
     stacked = [h for h in held if h.op == "dynamic_update_slice"]
-    assert stacked
-    assert all(h.module.startswith("GPT/block_scan/") for h in stacked)
+    # A layer norm's scale goes from one stack to another, which is the loop's own doing.
+    made = [h for h in stacked if h.shape != "f32[2,1,1,32]"]
+    assert len(made) > 5
+    assert all(h.module.startswith("GPT/block_scan/") for h in made)
+    assert {h.phase for h in stacked} <= {FORWARD, BACKWARD}
 
 
 def step(params, x):

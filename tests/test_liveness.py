@@ -298,6 +298,51 @@ def test_slices_in_the_background_are_views_of_what_they_read():
     assert max(found.temporary_bytes) <= KIB + 4
 
 
+def test_a_fusion_in_the_background_writes_in_place():
+    found = walk(
+        """
+        %f (p: f32[256], q: f32[1], n: s32[]) -> f32[256] {
+          %p = f32[256]{0} parameter(0)
+          %q = f32[1]{0} parameter(1)
+          %n = s32[] parameter(2)
+          ROOT %r = f32[256]{0} dynamic-update-slice(%p, %q, %n)
+        }
+        ENTRY %main (x: f32[256], q: f32[1], n: s32[]) -> f32[] {
+          %x = f32[256]{0} parameter(0)
+          %q = f32[1]{0} parameter(1)
+          %n = s32[] parameter(2)
+          %a = f32[256]{0} reverse(%x), dimensions={0}
+          %s = ((f32[256]{0}, f32[1]{0}, s32[]), f32[256]{0}, u32[]) fusion-start(%a, %q, %n),
+              kind=kLoop, calls=%f
+          %b = f32[256]{0} fusion-done(%s)
+          ROOT %d = f32[] dot(%b, %b)
+        }""".replace(",\n              kind", ", kind")
+    )
+    (held,) = (b for b in found.buffers if b.kind == TEMPORARY and b.bytes == KIB)
+    # What merely reads an array is not one of its makers.
+    assert [m.name for m in held.makers] == ["a", "s"]
+    assert max(found.temporary_bytes) == KIB + 4
+
+
+def test_reading_in_the_background_makes_nothing():
+    found = walk("""
+        %f (p: f32[256], n: s32[]) -> f32[1] {
+          %p = f32[256]{0} parameter(0)
+          %n = s32[] parameter(1)
+          ROOT %r = f32[1]{0} dynamic-slice(%p, %n), dynamic_slice_sizes={1}
+        }
+        ENTRY %main (x: f32[256], n: s32[]) -> f32[] {
+          %x = f32[256]{0} parameter(0)
+          %n = s32[] parameter(1)
+          %a = f32[256]{0} reverse(%x), dimensions={0}
+          %s = ((f32[256]{0}, s32[]), f32[1]{0}, u32[]) fusion-start(%a, %n), kind=kLoop, calls=%f
+          %b = f32[1]{0} fusion-done(%s)
+          ROOT %d = f32[] dot(%b, %b)
+        }""")
+    (held,) = (b for b in found.buffers if b.kind == TEMPORARY and b.bytes == KIB)
+    assert [m.name for m in held.makers] == ["a"]
+
+
 def test_temporaries_lie_in_outputs_that_are_not_written_yet():
     body = """
         ENTRY %main (x: f32[256]) -> f32[256] {
