@@ -14,53 +14,19 @@ Exit status: 0 when done, 2 for a wrong call or a compiler that is not installed
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import datetime
-import importlib.util
-import json
-import os
-import pathlib
-import platform
 import sys
 from typing import Any
 
+import _common
 import jax
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+from _common import POLICIES, ROOT, TARGETS, Case
 
 import remat_kit
 from remat_kit._policy import format_bytes
 from remat_kit._target import measure
 
-ROOT = pathlib.Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "readme_table.json"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-
-POLICIES = ("none", "nothing", "dots")
-TARGETS = ("cpu", "h100", "tpu-v5e")
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A model at a size."""
-
-    name: str
-    module: str
-    size: dict[str, Any]
-
-    def loss(self, policy: str) -> tuple[Any, Any]:
-        """Build the loss and its arguments, ``policy`` on each block."""
-        spec = importlib.util.spec_from_file_location(
-            self.module, ROOT / "models" / f"{self.module}.py"
-        )
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[self.module] = module
-        spec.loader.exec_module(module)
-        return module.build(policy=None if policy == "none" else policy, **self.size)
-
 
 CASES = (
     Case("ResNet-50, 64 images", "resnet", {"depth": 50, "batch": 64}),
@@ -74,15 +40,8 @@ SMOKE = (
 
 def measured(cases: tuple[Case, ...], targets: tuple[str, ...]) -> list[dict[str, Any]]:
     """Compile everything, with a progress bar on stderr."""
-    bar = Progress(
-        *Progress.get_default_columns()[:2],
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
     rows = []
-    with bar:
+    with _common.progress() as bar:
         job = bar.add_task("", total=len(cases) * len(POLICIES) * len(targets))
         for case in cases:
             for policy in POLICIES:
@@ -108,19 +67,11 @@ def rendered(report: dict[str, Any]) -> str:
         cells.setdefault((row["model"], row["policy"]), []).append(_cell(row["memory"]))
     for (model, policy), found in cells.items():
         lines.append(f"| {model} | `{policy}` | " + " | ".join(found) + " |")
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "Temporary memory of one compiled `value_and_grad` in MiB, float32, policies on every "
-            f"block. No chip but a CPU was there. Taken on {report['date']} with {versions}, by",
-            "",
-            "```",
-            report["command"],
-            "```",
-        ]
+    about = (
+        "Temporary memory of one compiled `value_and_grad` in MiB, float32, policies on every "
+        "block."
     )
+    return "\n".join([*lines, *_common.ending(report, about)])
 
 
 def _cell(memory: dict[str, Any]) -> str:
@@ -149,27 +100,11 @@ def with_results(readme: str, table: str) -> str:
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
-def _versions(rows: list[dict[str, Any]]) -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for row in rows:
-        found |= row["memory"]["versions"]
-    return found
-
-
-def _output(text: str) -> pathlib.Path:
-    path = pathlib.Path(text)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a file that can be written")
-    return path
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    out = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
+    out = _common.parser(__doc__)
     out.add_argument("--target", action="append", metavar="T", help="default: all three")
-    out.add_argument("--json", type=_output, metavar="PATH", help="write every figure there")
     out.add_argument("--update-readme", action="store_true", help="put the table into README.md")
-    out.add_argument("--smoke", action="store_true", help="small models, for tests")
     return out
 
 
@@ -184,17 +119,11 @@ def main(argv: list[str] | None = None) -> int:
     except remat_kit.RematKitError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    report = {
-        "command": " ".join(["python benchmarks/readme_table.py", *given]),
-        "date": datetime.date.today().isoformat(),
-        "versions": _versions(rows),
-        "targets": list(targets),
-        "rows": rows,
-    }
+    report = _common.described(__file__, given, (row["memory"]["versions"] for row in rows))
+    report |= {"targets": list(targets), "rows": rows}
     table = rendered(report)
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        options.json.with_suffix(".md").write_text(table + "\n", encoding="utf-8")
+        _common.write(options.json, report, table)
     if options.update_readme:
         text = README.read_text(encoding="utf-8")
         README.write_text(with_results(text, table), encoding="utf-8")

@@ -20,31 +20,27 @@ import argparse
 import cProfile
 import dataclasses
 import gc
-import importlib.util
 import io
 import json
 import os
-import pathlib
 import platform
 import pstats
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
+import _common
 import flax
 import flax.linen as nn
 import jax
 from rich import box
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
 import remat_kit
 
-MODELS = pathlib.Path(__file__).parents[1] / "models"
 JAX_POLICIES: dict[str, Any] = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,
@@ -67,7 +63,7 @@ class Case:
 
     def loss(self, form: str, policy: str) -> Loss:
         """Build the loss anew, so that nothing traced before is known of it."""
-        module = _load(self.module)
+        module = _common.load(self.module)
         if form == "at":
             return module.build(policy=policy, **self.size)
         block = getattr(module, self.block)
@@ -103,16 +99,6 @@ class Times:
         """Return tracing time over the baseline's, round by round."""
         pairs = zip(self.trace_seconds[form], self.trace_seconds[BASELINE], strict=True)
         return [ours / theirs for ours, theirs in pairs]
-
-
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{name}_traced", MODELS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def timed(loss: Loss) -> tuple[float, float]:
@@ -227,13 +213,6 @@ def _limit(text: str) -> float:
     return value
 
 
-def _output(text: str) -> pathlib.Path:
-    path = pathlib.Path(text)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a file that can be written")
-    return path
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     out = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
@@ -243,7 +222,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--limit", type=_limit, default=LIMIT, metavar="R", help="largest median ratio that passes"
     )
-    out.add_argument("--json", type=_output, metavar="PATH", help="write every time there")
+    out.add_argument("--json", type=_common.output, metavar="PATH", help="write every time there")
     out.add_argument("--profile", choices=FORMS, help="profile one tracing instead of timing")
     out.add_argument("--smoke", action="store_true", help="small models, for tests")
     return out
@@ -257,15 +236,8 @@ def run_all(options: argparse.Namespace) -> list[Times]:
         for model in dict.fromkeys(options.model or CASES)
         for policy in dict.fromkeys(options.policy or JAX_POLICIES)
     ]
-    bar = Progress(
-        *Progress.get_default_columns()[:2],
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
     results = []
-    with bar:
+    with _common.progress() as bar:
         for case, policy in chosen:
             total = (options.rounds + 1) * len(FORMS)
             job = bar.add_task(f"{case.name}, {policy}", total=total)

@@ -21,17 +21,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
-import os
-import pathlib
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
+import _common
 import flax
 import jax
 import jax.numpy as jnp
@@ -39,13 +36,11 @@ import numpy as np
 import optax
 from rich import box
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 from sklearn.datasets import load_digits
 
 import remat_kit
 
-MODELS = pathlib.Path(__file__).parents[1] / "models"
 HELD_OUT = 360  # images, a fifth
 BASELINE = "none"
 
@@ -74,19 +69,9 @@ class Run:
     max_ulps: float = 0.0
 
 
-def load(name: str) -> ModuleType:
-    """Import one of the model files by its name."""
-    spec = importlib.util.spec_from_file_location(name, MODELS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def mlp_task() -> Task:
     """The MLP with 64 inputs and 128 hidden units."""
-    mlp = load("mlp")
+    mlp = _common.load("mlp")
     model = mlp.MLP(hidden=128)
 
     def logits(params, stats, inputs):
@@ -103,7 +88,7 @@ def mlp_task() -> Task:
 
 def resnet_task() -> Task:
     """ResNet-18, 8 channels wide, on the images enlarged to 16x16."""
-    resnet = load("resnet")
+    resnet = _common.load("resnet")
     size = {"depth": 18, "classes": 10, "width": 8}
     model = resnet.ResNet(**size)
     frozen = resnet.ResNet(**size, train=False)
@@ -278,13 +263,6 @@ def _tolerance(text: str) -> float:
     return value
 
 
-def _output(text: str) -> pathlib.Path:
-    path = pathlib.Path(text)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a file that can be written")
-    return path
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     out = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
@@ -306,23 +284,16 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="the largest difference of a float32 loss that passes (default: 4)",
     )
-    out.add_argument("--json", type=_output, metavar="PATH", help="write every loss there")
+    out.add_argument("--json", type=_common.output, metavar="PATH", help="write every loss there")
     out.add_argument("--smoke", action="store_true", help="four steps an epoch, for tests")
     return out
 
 
 def run_all(tasks: list[Task], policies: list[str], options: argparse.Namespace) -> list[Run]:
     """Train each task under each policy, with a progress bar on stderr."""
-    bar = Progress(
-        *Progress.get_default_columns()[:2],
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
     steps = sum(1 for _ in batches(len(digits(options.seed)[1]), options))
     runs = []
-    with bar:
+    with _common.progress() as bar:
         for task in tasks:
             for policy in policies:
                 job = bar.add_task(f"{task.name}, {policy}", total=steps)

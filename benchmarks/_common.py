@@ -1,0 +1,114 @@
+"""What the benchmarks share: models at a size, the command line, progress, the end of a report."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+ROOT = pathlib.Path(__file__).parents[1]
+POLICIES = ("none", "nothing", "dots")
+TARGETS = ("cpu", "h100", "tpu-v5e")
+MIB = 2**20
+
+
+def load(name: str) -> ModuleType:
+    """Import one of the model files by its name, anew in each call."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "models" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # its dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model at a size."""
+
+    name: str
+    module: str
+    size: Mapping[str, Any]
+
+    def loss(self, policy: Any) -> tuple[Any, Any]:
+        """Build the loss and its arguments, ``policy`` on each block; ``"none"`` for none."""
+        chosen = None if policy == "none" else policy
+        return load(self.module).build(policy=chosen, **self.size)
+
+
+def progress() -> Progress:
+    """Return a progress bar on stderr."""
+    return Progress(
+        *Progress.get_default_columns()[:2],
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def output(text: str) -> pathlib.Path:
+    """Return the path of a file that can be written, for `argparse`."""
+    path = pathlib.Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file that can be written")
+    return path
+
+
+def parser(doc: str | None, *, smoke: str = "small models, for tests") -> argparse.ArgumentParser:
+    """Return a command line with what every benchmark takes: ``--json`` and ``--smoke``."""
+    out = argparse.ArgumentParser(description=str(doc).partition("\n\n")[0])
+    out.add_argument("--json", type=output, metavar="PATH", help="write every figure there")
+    out.add_argument("--smoke", action="store_true", help=smoke)
+    return out
+
+
+def described(
+    script: str, given: Sequence[str], versions: Iterable[Mapping[str, str]]
+) -> dict[str, Any]:
+    """Say how a report came about: its command, date and versions."""
+    found = {"python": platform.python_version()}
+    for each in versions:
+        found |= each
+    return {
+        "command": " ".join([f"python benchmarks/{pathlib.Path(script).name}", *given]),
+        "date": datetime.date.today().isoformat(),
+        "versions": found,
+    }
+
+
+def ending(report: Mapping[str, Any], about: str) -> list[str]:
+    """Return the last lines of a report in Markdown: what it shows, when, with what, by what."""
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return [
+        "",
+        f"{about} No chip but a CPU was there. Taken on {report['date']} with {versions}, by",
+        "",
+        "```",
+        report["command"],
+        "```",
+    ]
+
+
+def write(path: pathlib.Path, report: Mapping[str, Any], table: str) -> None:
+    """Write a report as JSON, and its table beside it as Markdown."""
+    write_json(path, report)
+    path.with_suffix(".md").write_text(table + "\n", encoding="utf-8")
+
+
+def write_json(path: pathlib.Path, report: Mapping[str, Any]) -> None:
+    """Write a report as JSON."""
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,148 @@
+"""The benchmarks that read compiled programs back, at smoke size."""
+
+import doctest
+import json
+
+import gpt3_memory
+import mindspore_graphs
+import peak_table
+import pytest
+
+import remat_kit
+from remat_kit import primitive, recompute
+from remat_kit._anatomy import anatomy
+from remat_kit._hlo import parse
+from remat_kit._target import compile_program
+
+# -- the walk's peak and the compiler's ---------------------------------------------------------
+
+
+def test_peak_table(capsys, tmp_path):
+    path = tmp_path / "peaks.json"
+    assert peak_table.main(["--smoke", "--target", "cpu", "--json", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert path.with_suffix(".md").read_text() == out
+    report = json.loads(path.read_text())
+    assert peak_table.rendered(report) + "\n" == out
+    assert [row["policy"] for row in report["rows"]] == list(peak_table.POLICIES) * 2
+    for row in report["rows"]:
+        peak = row["peak"]
+        assert peak["bytes"] + peak["packing_bytes"] == peak["compiler_bytes"] > 0
+        assert peak["attributed_fraction"] > 0.95
+        assert 0 < len(peak["buffers"]) <= peak_table.LARGEST
+        assert row["read_seconds"] > 0
+        assert f"{peak['difference_percent']:+.2f} %" in err
+
+
+def test_peak_table_names_what_is_far_off():
+    peak = {"difference_percent": -10.0, "packing_bytes": 3 * 2**20}
+    row = {"target": "tpu-v5e", "model": "M", "policy": "dots", "peak": peak}
+    near = row | {"peak": peak | {"difference_percent": 1.0}}
+    unfit = row | {"peak": None, "target": "h100"}
+    worst, *beyond = peak_table._worst([near, row, unfit])
+    assert worst == "- **tpu-v5e**: 1 of 2 within 5 %; the furthest is -10.00 %, M, `dots`."
+    assert len(beyond) == 1
+    assert "3.0 MiB more" in beyond[0]
+    assert "does not fit" in peak_table._cells(unfit)
+    assert "does not fit" in peak_table._line(unfit)
+
+
+def test_peak_table_says_what_is_wrong(capsys):
+    assert peak_table.main(["--smoke", "--target", "nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        peak_table.main(["--smoke", "--model", "resnet"])
+    assert "no model of mlp, gpt" in capsys.readouterr().err
+
+
+# -- MindSpore's graphs ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mlp_diff():
+    _, case, again = mindspore_graphs.CASES[0]
+    plain, args = case.loss("none")
+    after, _ = case.loss(recompute(primitive(again)))
+    return remat_kit.diff(plain, after, *args)
+
+
+def test_the_graph_of_the_mlp_before_and_after(mlp_diff):
+    assert len(mlp_diff.duplicates) == 2
+    duplicate = mlp_diff.duplicates[-1]
+    before, after = mindspore_graphs.graphs(mlp_diff, duplicate)
+    reader = duplicate.feeds[0].split()[1]
+    # Before, the weight gradient reads the forward ReLU; after, the one that is computed again.
+    assert (duplicate.twin, reader) in before.edges
+    assert duplicate.id not in before.nodes
+    assert (duplicate.id, reader) in after.edges
+    assert (duplicate.twin, reader) not in after.edges
+    assert [name for name, node in after.nodes.items() if node.duplicate] == [duplicate.id]
+    assert set(after.nodes) == set(before.nodes) | {duplicate.id}
+    phases = {name: node.phase for name, node in after.nodes.items()}
+    assert (phases[duplicate.twin], phases[reader]) == ("forward", "backward")
+    # The two read the same pre-activation.
+    makers = {a for a, b in after.edges if b in (duplicate.id, duplicate.twin)}
+    assert len(makers) == 1
+
+
+def test_mindspore_graphs(capsys, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    path = tmp_path / "graphs.json"
+    argv = ["--smoke", "--out", str(tmp_path), "--json", str(path)]
+    assert mindspore_graphs.main(argv) == 0
+    assert "2 operations computed twice" in capsys.readouterr().out
+    results = json.loads(path.read_text())["results"]
+    for (name, _, again), found in zip(mindspore_graphs.SMOKE, results, strict=True):
+        assert {d["primitive"] for d in found["duplicates"]} == {again}
+        text = (tmp_path / f"{name}.txt").read_text()
+        assert text.count("⟲") == len(found["duplicates"]) > 1
+        assert "python benchmarks/mindspore_graphs.py --smoke" in text
+        assert image.imread(tmp_path / f"{name}.png").std() > 0.01
+    with pytest.raises(SystemExit, match="2"):
+        mindspore_graphs.main(["--out", str(tmp_path / "nowhere")])
+
+
+# -- the memory of a training step ------------------------------------------------------------
+
+
+def test_gpt3_memory(capsys, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    path, png = tmp_path / "gpt3.json", tmp_path / "gpt3.png"
+    argv = ["--smoke", "--target", "cpu", "--json", str(path), "--png", str(png)]
+    assert gpt3_memory.main(argv) == 0
+    assert path.with_suffix(".md").read_text() == capsys.readouterr().out
+    report = json.loads(path.read_text())
+    rows = {(row["form"], row["policy"]): row for row in report["rows"]}
+    assert len(rows) == 6
+    for row in rows.values():
+        assert max(row["phase_peaks"].values()) == row["bytes"]
+        assert row["phase_peaks"][row["phase"]] == row["bytes"]
+        assert max(p["bytes"] for p in row["curve"]) == row["bytes"]
+        assert sum(row["held"].values()) == row["bytes"]
+        assert set(row["phase_peaks"]) >= {"forward", "loss", "backward", "update"}
+    plain, recomputing = rows["unrolled", "none"], rows["unrolled", "nothing"]
+    assert plain["held"]["forward"] > 2 * recomputing["held"]["forward"]
+    assert image.imread(png).std() > 0.01
+    assert gpt3_memory.main(["--smoke", "--target", "nowhere"]) == 2
+    assert doctest.testmod(gpt3_memory) == (0, 1)
+
+
+def test_the_loss_lies_between_forward_and_backward():
+    import optax
+
+    loss, (params, *batch) = gpt3_memory.SMOKE[1].loss("none")
+    optimizer = optax.sgd(0.1)
+    args = (params, optimizer.init(params), *batch)
+    step = gpt3_memory.training_step(loss, optimizer)
+    text = compile_program(step, args, "cpu", argnums=None, donate_argnums=(0, 1)).hlo_text
+    parts = anatomy(parse(text))
+    phases = gpt3_memory.phases_of(parts)
+    found = [s for s, phase in enumerate(phases) if phase == gpt3_memory.LOSS]
+    ops = {parts.schedule.steps[s].op_name.rpartition("/")[2] for s in found}
+    assert {"exp", "reduce_max", "reduce_sum"} <= ops
+    assert "dot_general" not in ops
+    assert all(
+        "/" not in parts.origins[parts.schedule.steps[s].name].module
+        for s in found
+        if parts.schedule.steps[s].op_name
+    )
