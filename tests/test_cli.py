@@ -580,6 +580,8 @@ def test_interrupted_by_a_signal_while_it_traces(model):
         text=True,
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
+        # A shell's background job ignores Ctrl-C, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert child.stderr.readline() == "building\n"
@@ -588,6 +590,7 @@ def test_interrupted_by_a_signal_while_it_traces(model):
         out, err = child.communicate(timeout=60)
     finally:
         child.kill()
+        child.communicate()
     assert (child.returncode, out) == (130, "")
     assert err == "interrupted\n"
 
