@@ -422,16 +422,24 @@ class _Elementwise:
             return ()
         name = instruction.called[0]
         if name not in self.known:
-            self.known[name] = self._of_fusion(self.program.computations[name])
+            self.known[name] = self._of_fusion(
+                self.program.computations[name], "kind=kInput" in instruction.attributes
+            )
         return sorted(self.known[name])
 
-    def _of_fusion(self, body: Sequence[Instruction]) -> frozenset[int]:
+    def _of_fusion(self, body: Sequence[Instruction], is_input: bool) -> frozenset[int]:
+        by_name = {i.name: i for i in body}
+        outputs = set(body[-1].operands) if body[-1].opcode == "tuple" else set()
         moved: set[str] = set()  # values that something other than elementwise reads
         for instruction in reversed(body):
             spoils = instruction.name in moved or (
                 instruction.opcode not in _ELEMENTWISE
                 and instruction.opcode not in ("parameter", "tuple", "bitcast")
             )
+            if spoils and is_input and instruction.opcode == "reduce":
+                # XLA:GPU writes a result that it reduces too at the index at which it reads it.
+                summed = _through(by_name.get(instruction.operands[0]), by_name)
+                spoils = summed is None or summed.name not in outputs
             if spoils:
                 moved.update(instruction.operands)
         return frozenset(

@@ -126,6 +126,34 @@ def test_a_fusion_takes_over_what_it_reads_element_by_element():
     assert max(walk(body.format(opcode="reverse")).temporary_bytes) == 2 * KIB
 
 
+def test_a_fusion_takes_over_where_it_sums_up_what_it_writes():
+    body = """
+        %sum (a: f32[], b: f32[]) -> f32[] {{
+          %a = f32[] parameter(0)
+          %b = f32[] parameter(1)
+          ROOT %c = f32[] add(%a, %b)
+        }}
+        %f (p: f32[256]) -> (f32[256], f32[]) {{
+          %p = f32[256]{{0}} parameter(0)
+          %r = f32[256]{{0}} sine(%p)
+          %z = f32[] constant(0)
+          %s = f32[] reduce({summed}, %z), dimensions={{0}}, to_apply=%sum
+          ROOT %t = (f32[256]{{0}}, f32[]) tuple(%r, %s)
+        }}
+        ENTRY %main (x: f32[256]) -> f32[] {{
+          %x = f32[256]{{0}} parameter(0)
+          %a = f32[256]{{0}} reverse(%x), dimensions={{0}}
+          %b = (f32[256]{{0}}, f32[]) fusion(%a), kind={kind}, calls=%f
+          %c = f32[256]{{0}} get-tuple-element(%b), index=0
+          %e = f32[] get-tuple-element(%b), index=1
+          ROOT %d = f32[] dot(%c, %c)
+        }}"""
+    takes = walk(body.format(summed="%r", kind="kInput"))
+    assert max(takes.temporary_bytes) == KIB + 4
+    for summed, kind in (("%p", "kInput"), ("%r", "kLoop")):
+        assert max(walk(body.format(summed=summed, kind=kind)).temporary_bytes) == 2 * KIB + 4
+
+
 def test_what_is_updated_in_place_afterwards_takes_nothing_over():
     body = """
         ENTRY %main (x: f32[256], n: s32[], u: f32[1]) -> f32[] {{
