@@ -205,8 +205,8 @@ def test_what_a_derivative_rule_makes_goes_with_what_it_is_made_of(f, target, tw
 def test_what_a_rule_selects_is_kept_though_only_a_derivative_makes_it():
     g = remat_kit.policy(save(~primitive("tanh")))(lambda x, w: jnp.tanh(x @ w))
     report = remat_kit.inspect(total(g), X, W)
-    assert report.recomputed == ()
     assert {r.reason for r in report.saved} == {"save(~primitive('tanh'))"}
+    assert any(r.primitive not in ("dot_general", "tanh") for r in report.saved)
 
 
 def test_everything_keeps_what_no_policy_keeps():
