@@ -10,7 +10,6 @@ import json
 import os
 import pathlib
 import platform
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -25,12 +24,14 @@ MIB = 2**20
 
 
 def load(name: str) -> ModuleType:
-    """Import one of the model files by its name, anew in each call."""
+    """Run one of the model files and return it as a module of its own, anew in each call.
+
+    It is not left in `sys.modules`: who imports a module of that name gets their own.
+    """
     spec = importlib.util.spec_from_file_location(name, ROOT / "models" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 

@@ -5,6 +5,7 @@ import doctest
 import functools
 import math
 import pathlib
+import sys
 
 import flax.linen as nn
 import jax
@@ -169,7 +170,9 @@ def test_both_gpt_files_have_the_same_sizes():
 
 
 @pytest.mark.parametrize("module", [MLP, GPT, GPT_NNX, RESNET], ids=lambda m: m.__name__)
-def test_the_examples_in_the_docstrings_run(module):
+def test_the_examples_in_the_docstrings_run(module, monkeypatch):
+    # doctest takes for the file's own what sys.modules has under the file's name.
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     failed, tried = doctest.testmod(module)
     assert tried > 0
     assert failed == 0
