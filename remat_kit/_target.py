@@ -43,6 +43,8 @@ from remat_kit._policy import format_bytes, parse_bytes
 GIB = 2**30
 _T = 1e12
 
+Options = Mapping[str, str | int | bool]
+
 
 @dataclass(frozen=True)
 class Target:
@@ -642,7 +644,7 @@ def measure(
     argnums: Argnums = 0,
     donate_argnums: int | Sequence[int] = (),
     cache: bool = True,
-    compiler_options: Mapping[str, str | int | bool] | None = None,
+    compiler_options: Options | None = None,
 ) -> Memory:
     """Compile the gradient of a loss for a chip and say what it needs there.
 
@@ -691,7 +693,7 @@ def compile_program(
     argnums: Argnums = 0,
     donate_argnums: int | Sequence[int] = (),
     cache: bool = True,
-    compiler_options: Mapping[str, str | int | bool] | None = None,
+    compiler_options: Options | None = None,
     call: str = "measure",
 ) -> Compiled:
     """Do what `measure` does, and hand back the optimised HLO too.
@@ -708,8 +710,7 @@ def compile_program(
     _require(chip, call)
     program = gradient_program(fn, args, argnums, call=call)
     jitted = jax.jit(program, donate_argnums=donate_argnums)
-    options = dict(chip.compiler_options)
-    options |= {name: _option(value) for name, value in (compiler_options or {}).items()}
+    options: Options = {**dict(chip.compiler_options), **(compiler_options or {})}
     if chip.name.partition("@")[0] == "local":
         return _run_here(jitted, args, chip, options, donate_argnums, call)
     structs = abstract(args, call=call)
@@ -724,10 +725,6 @@ def compile_program(
 
 def _target_of(name: str | Target) -> Target:
     return target(name)  # under another name, where `target` is a parameter
-
-
-def _option(value: str | int | bool) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _require(chip: Target, call: str) -> None:
@@ -773,7 +770,7 @@ def _lowered(traced: Any, chip: Target, call: str) -> _jax.Lowered:
 _OWN_FILES = (__file__, str(Path(__file__).with_name("_gradient.py")))
 
 
-def _request(lowered: _jax.Lowered, chip: Target, options: dict[str, str]) -> dict[str, Any]:
+def _request(lowered: _jax.Lowered, chip: Target, options: Options) -> dict[str, Any]:
     topology_options: dict[str, Any] = dict(_TOPOLOGY_OPTIONS.get(chip.topology, {}))
     if chip.platform == "cuda":
         topology_options = {"target_config": chip.spec, "topology": "1x1x1"}
@@ -990,7 +987,7 @@ def _run_here(
     jitted: Any,
     args: Sequence[Any],
     chip: Target,
-    options: dict[str, str],
+    options: Options,
     donate_argnums: int | Sequence[int],
     call: str,
 ) -> Compiled:

@@ -467,6 +467,13 @@ def test_refused_compiler_option_is_an_error_of_the_compiler():
     assert measure(loss, *ARGS, target="cpu").fits
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_a_compiler_option_may_be_a_bool(value, tmp_path):
+    options = {"xla_dump_hlo_as_dot": value, "xla_dump_to": str(tmp_path)}
+    assert compile_program(loss, ARGS, "cpu", cache=False, compiler_options=options).hlo_text
+    assert bool(list(tmp_path.glob("*.dot"))) == value
+
+
 def test_programs_over_several_devices_are_refused():
     code = """
 import jax, jax.numpy as jnp, numpy as np, remat_kit._target as t
