@@ -3,9 +3,10 @@
 import math
 
 import jax
+import pytest
 from zoo import load
 
-RESIDUAL_MLP = load("residual_mlp")
+DENSENET, RESIDUAL_MLP = (load(name) for name in ("densenet", "residual_mlp"))
 
 
 def count(tree):
@@ -21,3 +22,12 @@ def test_residual_mlp_has_the_parameters_of_its_formula():
     block = 2 * width + (width * hidden + hidden) + (hidden * width + width)
     ends = (784 * width + width) + 2 * width + (width * 10 + 10)
     assert parameters(RESIDUAL_MLP) == 32 * block + ends == 269_480_970
+
+
+@pytest.mark.parametrize(
+    ("depth", "published"),
+    # `num_params` of the weights in torchvision/models/densenet.py
+    [(121, 7_978_856), (161, 28_681_000), (169, 14_149_480), (201, 20_013_928)],
+)
+def test_densenet_has_the_published_parameters(depth, published):
+    assert parameters(DENSENET, depth=depth) == published
