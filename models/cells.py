@@ -206,6 +206,7 @@ class Cell(nn.Module):
             results.append(a + b)
         return jnp.concatenate([results[i] for i in self.wiring.joined], axis=-1)
 
+    @nn.nowrap  # or the method would be part of the paths
     def _operation(self, text, results, position):
         kind, index = text.split()
         x = results[int(index)]

@@ -6,7 +6,9 @@ import jax
 import pytest
 from zoo import load
 
-CELLS, DENSENET, RESIDUAL_MLP = (load(name) for name in ("cells", "densenet", "residual_mlp"))
+ALEXNET, CELLS, DENSENET, INCEPTION, RESIDUAL_MLP, VGG = (
+    load(name) for name in ("alexnet", "cells", "densenet", "inception", "residual_mlp", "vgg")
+)
 
 
 def count(tree):
@@ -22,6 +24,26 @@ def test_residual_mlp_has_the_parameters_of_its_formula():
     block = 2 * width + (width * hidden + hidden) + (hidden * width + width)
     ends = (784 * width + width) + 2 * width + (width * 10 + 10)
     assert parameters(RESIDUAL_MLP) == 32 * block + ends == 269_480_970
+
+
+# `num_params` of the weights in torchvision/models/alexnet.py and vgg.py
+def test_alexnet_has_the_published_parameters():
+    assert parameters(ALEXNET) == 61_100_840
+
+
+@pytest.mark.parametrize(
+    ("depth", "published"),
+    [(11, 132_863_336), (13, 133_047_848), (16, 138_357_544), (19, 143_667_240)],
+)
+def test_vgg_has_the_published_parameters(depth, published):
+    assert parameters(VGG, depth=depth) == published
+
+
+def test_inception_has_the_published_parameters():
+    # torchvision's `num_params` counts the auxiliary head too: a 1x1 convolution from 768 to 128
+    # channels, a 5x5 one to 768, each with batch normalization, and a linear classifier.
+    head = (768 * 128 + 2 * 128) + (5 * 5 * 128 * 768 + 2 * 768) + (768 * 1000 + 1000)
+    assert parameters(INCEPTION) == 27_161_264 - head == 23_834_568
 
 
 @pytest.mark.parametrize(
