@@ -7,6 +7,7 @@ the planner) starts from it, so the knowledge of what an equation means is here 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -416,6 +417,35 @@ def evaluate(
     for eqn in program.eqns:
         env.update(zip(eqn.outvars, step(eqn, [read(v) for v in eqn.invars]), strict=True))
     return [read(v) for v in program.outvars]
+
+
+def without_region_boundaries(program: Program) -> Program:
+    """Return the same program with the checkpoint regions of the model spliced in."""
+    if not any(e.primitive.name in _REGIONS or _is_hi_region(e) for e in program.eqns):
+        return program
+
+    def step(eqn: Any, values: list[Any]) -> list[Any]:
+        if eqn.primitive.name not in _REGIONS and not _is_hi_region(eqn):
+            return _jax.bind(eqn, values)
+        (body,) = bodies(eqn)
+        path = "/".join(module_path(eqn))
+        with jax.named_scope(path) if path else contextlib.nullcontext():
+            inner = body.jaxpr
+            closed = inner if hasattr(inner, "consts") else jec.ClosedJaxpr(inner, ())
+            return evaluate(Program.of(closed), values, step)
+
+    count = len(program.consts)
+    avals = [v.aval for v in program.invars[count:]]
+    spliced = jax.make_jaxpr(lambda *args: evaluate(program, args, step))(*avals)
+    return Program.of(spliced, program.base)
+
+
+_REGIONS = frozenset({"remat2", "remat", "checkpoint"})
+
+
+def _is_hi_region(eqn: Any) -> bool:
+    hi = _jax.hi_primitive(eqn)
+    return hi is not None and "Remat" in type(hi).__name__
 
 
 # -- values, as selectors see them ----------------------------------------------------------

@@ -233,6 +233,18 @@ def _structure(program: Any) -> Any:
     return len(inputs), tuple(eqns), tuple(atom(x) for x in program.outvars)
 
 
+def equation_key(eqn: Any) -> Any:
+    """Return a hashable that equations share when they compute the same, whatever they read."""
+    atoms = tuple(
+        (str(v.aval), repr(v.val) if getattr(v.val, "shape", ()) == () else _Itself(v.val))
+        if isinstance(v, jec.Literal)
+        else v.aval
+        for v in eqn.invars
+    )
+    same = tuple(eqn.invars.index(v) for v in eqn.invars if not isinstance(v, jec.Literal))
+    return eqn.primitive, _parameters(eqn), atoms, same, eqn.ctx
+
+
 def _parameters(eqn: Any) -> Any:
     rule = _jax.rule_of(eqn) if eqn.primitive.name == "custom_jvp_call" else None
     out = []

@@ -1,0 +1,1158 @@
+"""What a loss costs, operation by operation, and what any checkpoint schedule of it would take.
+
+`trace` turns a loss into a frozen `CostGraph`: its primal operations in order, the arrays between
+them with their bytes, and for each operation the arrays that its derivative reads. What a
+derivative reads is not looked up in a table: each operation is linearized on its own, and the
+residuals are followed back to its inputs and outputs. Plain calls and checkpoint regions of the
+model are spliced in; a scan carries the graph of its body; every other operation with a body
+(``custom_vjp``, ``while``, ``shard_map``, a kernel) is one opaque operation.
+
+`simulate` is the one accounting that the planner, the presets and the baselines share: it walks
+the forward and the backward pass of a schedule of nested `Segment`s, and returns the peak of the
+live bytes and the extra work.
+
+    graph = trace(loss, args, chip)
+    whole = (Segment(0, len(graph.equations)),)          # one region, nothing saved
+    plain = (Segment(0, len(graph.equations), plain=True),)
+    simulate(graph, plain).peak_bytes, simulate(graph, whole).extra_flops
+
+Reading the graph: ``graph.tensors[t]`` has ``bytes`` (0 for arguments and constants, which live
+anyway), ``producer`` (an equation's index, -1 for none) and ``users``; ``graph.equations[i]`` has
+``reads`` and ``makes`` (tensors), ``needs`` (the residual set: tensors that its derivative reads),
+``flops`` and ``seconds`` of one forward run. Reshapes, names and transposes make no tensor of their
+own: their output is their input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+
+from remat_kit import _graph, _jax
+from remat_kit._gradient import Argnums, abstract, gradient_program
+from remat_kit._graph import Program
+from remat_kit._region import equation_key
+from remat_kit._roofline import Chip
+
+# -- the graph ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One array of the forward pass.
+
+    Attributes:
+        index: its place in ``CostGraph.tensors``.
+        bytes: of the array; 0 for an argument or a constant, which live anyway.
+        producer: the equation that makes it, -1 for an argument or a constant.
+        position: which of the producer's outputs it is.
+        users: the equations that read it, in order.
+        shape: of the array.
+        dtype: of the array.
+        in_memory: whether the compiler writes it down when it is computed: False for what fuses
+            into everything that reads it.
+        active: whether a cotangent flows back to it.
+    """
+
+    index: int
+    bytes: int
+    producer: int
+    position: int
+    users: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    in_memory: bool
+    active: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """The body of a scan: its own graph, how often it runs and what it hands on.
+
+    Attributes:
+        graph: of one iteration; its arguments are free.
+        length: iterations.
+        carry_bytes: what one iteration hands to the next, kept for each iteration that is
+            differentiated.
+        stacked_bytes: residuals that the scan keeps when nothing is planned, all iterations.
+    """
+
+    graph: CostGraph
+    length: int
+    carry_bytes: int
+    stacked_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Equation:
+    """One operation of the forward pass.
+
+    Attributes:
+        index: its place in ``CostGraph.equations``.
+        primitive: its name.
+        module: the module path, "" outside every module.
+        reads: the tensors that it reads.
+        makes: the tensors that it makes; none for a reshape or a name.
+        needs: the tensors (of ``reads`` and ``makes``) that its derivative is computed from.
+        keeps: those of ``needs`` that its derivative reads as they are.
+        made_bytes: residuals that its derivative makes for itself (``cos x`` for ``sin x``), which
+            are kept where no region recomputes them.
+        flops: floating-point operations of one run.
+        seconds: roofline time of one run, inside the fusions that a compiler makes.
+        backward_flops: floating-point operations of its derivative.
+        backward_seconds: roofline time of its derivative.
+        working_bytes: what the derivative of an opaque operation needs beside its residuals.
+        loop: the body of a scan, or None.
+    """
+
+    index: int
+    primitive: str
+    module: str
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    needs: tuple[int, ...]
+    keeps: tuple[int, ...]
+    made_bytes: int
+    flops: float
+    seconds: float
+    backward_flops: float
+    backward_seconds: float
+    working_bytes: int = 0
+    loop: Loop | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CostGraph:
+    """The forward pass of a loss and what its derivative needs of it.
+
+    Attributes:
+        tensors: all arrays, arguments first.
+        equations: all operations, in the order of the program.
+        outputs: the tensors that the function returns.
+        program: the flat program that it was made of, equation by equation.
+    """
+
+    tensors: tuple[Tensor, ...]
+    equations: tuple[Equation, ...]
+    outputs: tuple[int, ...]
+    program: Program = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def forward_flops(self) -> float:
+        """Floating-point operations of the forward pass."""
+        return sum(e.flops for e in self.equations)
+
+    @functools.cached_property
+    def forward_seconds(self) -> float:
+        """Roofline time of the forward pass."""
+        return sum(e.seconds for e in self.equations)
+
+    @functools.cached_property
+    def backward_seconds(self) -> float:
+        """Roofline time of the backward pass, without anything computed twice."""
+        return sum(e.backward_seconds for e in self.equations)
+
+    @functools.cached_property
+    def residuals(self) -> tuple[int, ...]:
+        """The tensors that the derivative needs, in the order of the program; arguments left out.
+
+        This is what one region around nothing saves: the least that no recompute could do without.
+        """
+        found = {t for e in self.equations for t in e.needs}
+        return tuple(t for t in sorted(found) if self.tensors[t].producer >= 0)
+
+    @functools.cached_property
+    def saved_bytes(self) -> int:
+        """Bytes that the program keeps when nothing is checkpointed."""
+        kept = {t for e in self.equations for t in e.keeps}
+        own = sum(e.made_bytes for e in self.equations)
+        return sum(self.tensors[t].bytes for t in kept) + own
+
+    @functools.cached_property
+    def live_bytes(self) -> tuple[int, ...]:
+        """Bytes that cross each position: entry i is what equations before i make for later ones.
+
+        There is one entry more than equations.
+        """
+        steps = [0] * (len(self.equations) + 2)
+        for tensor in self.tensors:
+            if tensor.producer >= 0 and tensor.users and tensor.users[-1] > tensor.producer:
+                steps[tensor.producer + 1] += tensor.bytes
+                steps[tensor.users[-1] + 1] -= tensor.bytes
+        out, live = [], 0
+        for step in steps[: len(self.equations) + 1]:
+            live += step
+            out.append(live)
+        return tuple(out)
+
+    def crossing(self, position: int) -> tuple[int, ...]:
+        """Return the tensors made before an equation that it or later ones read."""
+        return tuple(
+            t.index
+            for t in self.tensors
+            if 0 <= t.producer < position and t.users and t.users[-1] >= position
+        )
+
+
+# -- schedules ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A stretch of the program, and what becomes of it between the two passes.
+
+    A schedule is a tuple of segments that follow one another from the first equation to the last.
+
+    Attributes:
+        start, stop: equations ``start <= i < stop``.
+        save: tensors made inside that are kept through the first forward pass; the others that the
+            backward pass needs are computed again from them and from what came in.
+        plain: no region at all: everything that the derivative reads is kept as it is.
+        inside: smaller segments that cover this one. The segment is then one region around them:
+            it is computed again as a whole, and they keep what they keep only from then on.
+        hold: the region around smaller segments keeps what they save, so that they too begin with
+            it; False keeps nothing.
+        offload: those of ``save`` that wait in the host's memory.
+        loops: for each scan inside, by its equation's index, how its iterations are run.
+    """
+
+    start: int
+    stop: int
+    save: frozenset[int] = frozenset()
+    plain: bool = False
+    inside: tuple[Segment, ...] = ()
+    hold: bool = True
+    offload: frozenset[int] = frozenset()
+    loops: tuple[tuple[int, LoopPlan], ...] = ()
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """What is kept through the first forward pass, by the segments inside too."""
+        if not self.inside:
+            return self.save
+        return frozenset().union(*(s.kept for s in self.inside)) if self.hold else frozenset()
+
+    def leaves(self) -> Iterator[Segment]:
+        """Yield the innermost segments, in order."""
+        if self.inside:
+            for part in self.inside:
+                yield from part.leaves()
+        else:
+            yield self
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopPlan:
+    """How the iterations of one scan are run.
+
+    Attributes:
+        parts: one or more ``(iterations, group, body)``: the schedule of the body, in groups of
+            ``group`` iterations, each group one region that keeps what comes in alone (1: no
+            groups).
+    """
+
+    parts: tuple[tuple[int, int, tuple[Segment, ...]], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulated:
+    """What a schedule takes.
+
+    Attributes:
+        peak_bytes: the most bytes of intermediate arrays alive at one time; arguments, results and
+            parameter gradients left out.
+        saved_bytes: on the device when the backward pass begins.
+        host_bytes: in the host's memory when the backward pass begins.
+        extra_flops: floating-point operations that are computed again.
+        extra_seconds: roofline time of what is computed again and of transfers to the host.
+        peak_segment: equations ``(start, stop)`` of the innermost segment that holds the peak.
+        peak_kind: ``"forward"``, ``"recompute"`` or ``"backward"``.
+    """
+
+    peak_bytes: int
+    saved_bytes: int
+    host_bytes: int
+    extra_flops: float
+    extra_seconds: float
+    peak_segment: tuple[int, int]
+    peak_kind: str
+
+
+def simulate(
+    graph: CostGraph, schedule: Sequence[Segment], *, host_bandwidth: float = math.inf
+) -> Simulated:
+    """Walk the forward and the backward pass of a schedule and say what it takes.
+
+    A kept array lives from its computation to the backward pass of the first segment that reads
+    it. A region's backward pass first computes what it lacks, then goes back through its
+    operations, with the cotangents that are alive then. What fuses into its readers takes no bytes
+    of its own.
+
+    >>> import jax.numpy as jnp
+    >>> from remat_kit._target import target
+    >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    >>> graph = trace(lambda x: jnp.sum(jnp.sin(jnp.cumsum(jnp.sin(jnp.cumsum(x))))), (x,),
+    ...               target("cpu"))
+    >>> n = len(graph.equations)
+    >>> simulate(graph, [Segment(0, n)]).extra_flops > 0
+    True
+    >>> simulate(graph, [Segment(0, n, plain=True)]).extra_flops
+    0.0
+
+    Args:
+        graph: of the loss.
+        schedule: segments from the first equation to the last.
+        host_bandwidth: bytes a second between the device and the host, for offloaded arrays.
+    """
+    return _Simulation(graph, host_bandwidth).run(tuple(schedule))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Demand:
+    """What a segment's backward pass asks for: equations to run again, tensors from outside."""
+
+    again: tuple[int, ...]
+    outside: frozenset[int]
+
+
+class _Simulation:
+    def __init__(self, graph: CostGraph, host_bandwidth: float):
+        self.graph = graph
+        self.host_bandwidth = host_bandwidth
+        self.demands: dict[int, tuple[Segment, _Demand]] = {}
+        self.peak, self.where, self.kind = 0, (0, len(graph.equations)), "forward"
+        self.flops = self.seconds = 0.0
+
+    def run(self, schedule: tuple[Segment, ...]) -> Simulated:
+        held = self.held(schedule)
+        on_host = frozenset().union(*(s.offload for s in schedule)) if schedule else frozenset()
+        saved = frozenset().union(*held) if held else frozenset()
+        own = sum(self.own_bytes(s) for s in schedule)
+        host = self.bytes(saved & on_host)
+        self.forward(schedule)
+        self.seconds += 2 * host / self.host_bandwidth
+        self.backward(schedule, 0, frozenset(), on_host)
+        return Simulated(
+            peak_bytes=self.peak,
+            saved_bytes=self.bytes(saved - on_host) + own,
+            host_bytes=host,
+            extra_flops=self.flops,
+            extra_seconds=self.seconds,
+            peak_segment=self.where,
+            peak_kind=self.kind,
+        )
+
+    # .. what is held
+
+    def bytes(self, tensors: Iterable[int]) -> int:
+        return sum(self.graph.tensors[t].bytes for t in tensors)
+
+    def held(self, schedule: Sequence[Segment]) -> list[frozenset[int]]:
+        """For each segment, what must be held for its backward pass when that begins."""
+        return [
+            (self.demand(s).outside | s.kept) if not s.plain else self.plain_keeps(s)
+            for s in schedule
+        ]
+
+    def plain_keeps(self, segment: Segment) -> frozenset[int]:
+        equations = self.graph.equations[segment.start : segment.stop]
+        return frozenset(
+            t for e in equations for t in e.keeps if self.graph.tensors[t].producer >= 0
+        )
+
+    def own_bytes(self, segment: Segment) -> int:
+        """Residuals that derivatives make for themselves, where no region recomputes them."""
+        plans = dict(segment.loops)
+        own = 0
+        for e in self.graph.equations[segment.start : segment.stop]:
+            if e.index in plans and e.loop is not None and self.keeps_loops(segment):
+                own += loop_bytes(e.loop, plans[e.index])
+            elif segment.plain:
+                own += e.made_bytes
+        return own
+
+    def keeps_loops(self, segment: Segment) -> bool:
+        return segment.plain
+
+    def demand(self, segment: Segment) -> _Demand:
+        found = self.demands.get(id(segment))
+        if found is None:
+            found = segment, self._demand(segment)
+            self.demands[id(segment)] = found
+        return found[1]
+
+    def _demand(self, segment: Segment) -> _Demand:
+        lo, hi = segment.start, segment.stop
+        tensors = self.graph.tensors
+        if segment.plain:
+            return _Demand(
+                (), frozenset(t for t in self.plain_keeps(segment) if tensors[t].producer < lo)
+            )
+        if segment.inside:
+            wanted = set[int]()
+            for part in segment.inside:
+                wanted |= self.demand(part).outside | part.kept
+                if part.plain:
+                    wanted |= self.plain_keeps(part)
+        else:
+            wanted = {t for e in self.graph.equations[lo:hi] for t in e.needs}
+        return closure(self.graph, wanted, segment.kept, lo, hi)
+
+    # .. the two passes
+
+    def note(self, live: float, segment: Segment, kind: str) -> None:
+        if live > self.peak:
+            self.peak, self.where, self.kind = int(live), (segment.start, segment.stop), kind
+
+    def forward(self, schedule: Sequence[Segment]) -> None:
+        """The first forward pass: what is held so far, and what crosses to the next operation."""
+        graph = self.graph
+        held = self.held(schedule)
+        kept = frozenset().union(*held) if held else frozenset()
+        live, own = 0.0, 0
+        dies: dict[int, list[int]] = {}
+        for segment in schedule:
+            plans = dict(segment.loops)
+            for e in graph.equations[segment.start : segment.stop]:
+                for t in e.makes:
+                    tensor = graph.tensors[t]
+                    if t in kept:
+                        live += tensor.bytes
+                    elif tensor.in_memory and tensor.users:
+                        live += tensor.bytes
+                        dies.setdefault(tensor.users[-1], []).append(t)
+                if e.index in plans and e.loop is not None:
+                    own += loop_bytes(e.loop, plans[e.index]) if segment.plain else 0
+                elif segment.plain:
+                    own += e.made_bytes
+                self.note(live + own, segment, "forward")
+                for t in dies.pop(e.index, ()):
+                    live -= graph.tensors[t].bytes
+
+    def backward(
+        self,
+        schedule: Sequence[Segment],
+        base: float,
+        given: frozenset[int],
+        on_host: frozenset[int],
+    ) -> None:
+        """Go back through segments; ``base`` bytes and the tensors ``given`` are held anyway."""
+        held = self.held(schedule)
+        own = [self.own_bytes(s) for s in schedule]
+        below: list[frozenset[int]] = [frozenset()]
+        for tensors in held:
+            below.append(below[-1] | tensors)
+        for number in range(len(schedule) - 1, -1, -1):
+            segment = schedule[number]
+            around = below[number] - given - held[number]
+            mine = held[number] - given
+            level = (
+                base
+                + self.bytes(around - on_host)
+                + self.bytes(mine)
+                + sum(own[: number + 1])
+                + self.cotangents_across(segment.stop)
+            )
+            self.segment(segment, level, given | held[number] | around)
+
+    def segment(self, segment: Segment, level: float, available: frozenset[int]) -> None:
+        demand = self.demand(segment)
+        for i in demand.again:
+            self.flops += self.graph.equations[i].flops
+            self.seconds += self.graph.equations[i].seconds
+        if segment.inside:
+            # The cotangents of what comes out are counted once more by the segments inside.
+            self.backward(
+                segment.inside,
+                level - self.cotangents_across(segment.stop),
+                available,
+                frozenset(),
+            )
+            return
+        self.leaf(segment, demand.again, level, available)
+
+    def leaf(
+        self, segment: Segment, again: Sequence[int], level: float, available: frozenset[int]
+    ) -> None:
+        """One region without regions inside: recompute, then go back through its operations."""
+        graph, plans = self.graph, dict(segment.loops)
+        equations = graph.equations[segment.start : segment.stop]
+        live = level
+        first_need: dict[int, int] = {}
+        for e in reversed(equations):
+            for t in e.needs:
+                first_need[t] = e.index
+        dies: dict[int, list[int]] = {}
+        rebuilt = set[int]()
+        for i in again:
+            for t in graph.equations[i].makes:
+                tensor = graph.tensors[t]
+                if t in available or not tensor.in_memory:
+                    continue
+                if t in first_need:
+                    rebuilt.add(t)
+                    live += tensor.bytes
+                else:
+                    last = max((u for u in tensor.users if u < segment.stop), default=i)
+                    live += tensor.bytes
+                    dies.setdefault(last, []).append(t)
+            self.note(live, segment, "recompute")
+            for t in dies.pop(i, ()):
+                live -= graph.tensors[t].bytes
+        for waiting in dies.values():
+            live -= self.bytes(waiting)
+        released: dict[int, list[int]] = {}
+        for t in rebuilt:
+            released.setdefault(first_need[t], []).append(t)
+        cotangents = _Cotangents(graph, segment.start, segment.stop)
+        for e in reversed(equations):
+            live += cotangents.begin(e)
+            extra = e.working_bytes
+            if e.loop is not None:
+                extra = self.loop(e, plans.get(e.index), segment)
+            self.note(live + extra, segment, "backward")
+            live -= cotangents.end(e)
+            live -= self.bytes(released.get(e.index, ()))
+            if segment.plain and e.index not in plans:
+                live -= e.made_bytes
+
+    def cotangents_across(self, position: int) -> int:
+        return _cotangents_across(self.graph)[position]
+
+    def loop(self, e: Equation, plan: LoopPlan | None, segment: Segment) -> int:
+        """A scan in the backward pass: what one iteration takes, and what it computes again."""
+        assert e.loop is not None
+        if plan is None:
+            plain = Segment(0, len(e.loop.graph.equations), plain=True)
+            inner = simulate(e.loop.graph, (plain,), host_bandwidth=self.host_bandwidth)
+            kept = 0 if segment.plain else e.made_bytes
+            return kept + inner.peak_bytes - inner.saved_bytes
+        found = loop_cost(e.loop, plan, self.host_bandwidth)
+        self.flops += found.extra_flops
+        self.seconds += found.extra_seconds
+        return found.peak_bytes - found.saved_bytes + (0 if segment.plain else found.saved_bytes)
+
+
+# -- scans ----------------------------------------------------------------------------------------
+
+
+def loop_bytes(loop: Loop, plan: LoopPlan) -> int:
+    """Return what a scan keeps on the device for its backward pass."""
+    return loop_cost(loop, plan).saved_bytes
+
+
+def loop_cost(loop: Loop, plan: LoopPlan, host_bandwidth: float = math.inf) -> Simulated:
+    """Return what the iterations of a scan take under a plan, as `simulate` does for a program."""
+    saved = host = 0
+    flops = seconds = 0.0
+    transient = 0
+    for times, group, body in plan.parts:
+        one = simulate(loop.graph, body, host_bandwidth=host_bandwidth)
+        # An iteration that keeps its residuals as they are does not need what came in.
+        carry = 0 if all(s.plain for s in body) else loop.carry_bytes
+        kept = one.saved_bytes + carry
+        flops += times * one.extra_flops
+        seconds += times * one.extra_seconds
+        working = one.peak_bytes - one.saved_bytes
+        if group == 1:
+            saved += times * kept
+            host += times * one.host_bytes
+        else:
+            groups = math.ceil(times / group)
+            saved += groups * loop.carry_bytes
+            working += min(group, times) * kept
+            flops += times * loop.graph.forward_flops
+            seconds += times * loop.graph.forward_seconds
+        transient = max(transient, working)
+    return Simulated(
+        saved + transient, saved, host, flops, seconds, (0, len(loop.graph.equations)), "backward"
+    )
+
+
+# -- what has to be computed again ----------------------------------------------------------------
+
+
+def closure(
+    graph: CostGraph, wanted: Iterable[int], available: frozenset[int] | set[int], lo: int, hi: int
+) -> _Demand:
+    """Return the equations of ``lo..hi`` that rebuild ``wanted``, and what they read from outside.
+
+    The walk stops at what is ``available`` and at what comes from outside the range.
+    """
+    tensors, equations = graph.tensors, graph.equations
+    again: set[int] = set()
+    outside: set[int] = set()
+    seen: set[int] = set()
+    todo = list(wanted)
+    while todo:
+        t = todo.pop()
+        if t in seen or t in available:
+            continue
+        seen.add(t)
+        producer = tensors[t].producer
+        if producer < lo:
+            if producer >= 0:
+                outside.add(t)
+        elif producer < hi and producer not in again:
+            again.add(producer)
+            todo.extend(equations[producer].reads)
+    return _Demand(tuple(sorted(again)), frozenset(outside))
+
+
+class _Cotangents:
+    """The bytes of cotangents alive while a backward pass goes through a range."""
+
+    def __init__(self, graph: CostGraph, lo: int, hi: int):
+        self.graph = graph
+        self.first: dict[int, list[int]] = {}
+        for e in graph.equations[lo:hi]:
+            for t in dict.fromkeys(e.reads):
+                tensor = graph.tensors[t]
+                if tensor.active and tensor.producer >= 0 and tensor.in_memory:
+                    last = tensor.users[-1]
+                    if last == e.index:  # the last reader is the first to contribute
+                        self.first.setdefault(e.index, []).append(t)
+
+    def begin(self, e: Equation) -> int:
+        return sum(self.graph.tensors[t].bytes for t in self.first.get(e.index, ()))
+
+    def end(self, e: Equation) -> int:
+        """Release the cotangents of what the equation makes."""
+        out = 0
+        for t in e.makes:
+            tensor = self.graph.tensors[t]
+            if tensor.active and tensor.in_memory and tensor.users:
+                out += tensor.bytes
+        return out
+
+
+@functools.lru_cache(maxsize=8)
+def _cotangents_across(graph: CostGraph) -> tuple[int, ...]:
+    """Bytes of the cotangents alive when the backward pass arrives at each position."""
+    steps = [0] * (len(graph.equations) + 2)
+    for tensor in graph.tensors:
+        if tensor.producer >= 0 and tensor.active and tensor.in_memory and tensor.users:
+            steps[tensor.producer + 1] += tensor.bytes
+            steps[tensor.users[-1] + 1] -= tensor.bytes
+    out, live = [], 0
+    for step in steps:
+        live += step
+        out.append(live)
+    return tuple(out)
+
+
+# -- tracing --------------------------------------------------------------------------------------
+
+
+def trace(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    chip: Chip,
+    argnums: Argnums = 0,
+    *,
+    call: str = "frontier",
+) -> CostGraph:
+    """Trace a loss into its cost graph; nothing is compiled or run.
+
+    >>> from remat_kit._target import target
+    >>> w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (8, 64)))
+    >>> graph = trace(lambda w, x: jnp.sum(jnp.tanh(jnp.sin(x @ w)) ** 2), (w, x), target("cpu"))
+    >>> [e.primitive for e in graph.equations]
+    ['dot_general', 'sin', 'tanh', 'integer_pow', 'reduce_sum']
+    >>> [graph.equations[graph.tensors[t].producer].primitive for t in graph.residuals]
+    ['dot_general', 'tanh']
+
+    Args:
+        fn: called as ``fn(*args)``; its result is a real scalar, or a pair of one and anything.
+        args: arrays or `jax.ShapeDtypeStruct`, in pytrees.
+        chip: a `Target`: its rates turn operations and bytes into seconds.
+        argnums: what to differentiate.
+        call: the public function that errors should name.
+
+    Raises:
+        NotDifferentiableError, UserError: ``fn`` is no loss.
+    """
+    gradient_program(fn, args, argnums, call=call)  # raises what is wrong with the loss
+    structs = abstract(args, call=call)
+    positions = [argnums] if isinstance(argnums, int) else list(argnums or ())
+    positions = {p % len(structs) for p in positions}
+    active = [
+        i in positions and jnp.issubdtype(leaf.dtype, jnp.floating)
+        for i, struct in enumerate(structs)
+        for leaf in jax.tree.leaves(struct)
+    ]
+    program = flat_program(jax.make_jaxpr(fn)(*structs))
+    active = [False] * len(program.consts) + active
+    wanted = [i == 0 for i in range(len(program.outvars))]
+    return _build(program, active, wanted, chip)
+
+
+def flat_program(closed: Any, base: tuple[str, ...] = ()) -> Program:
+    """Return the program that plans are made for: calls and checkpoint regions spliced in."""
+    return _graph.without_region_boundaries(Program.of(closed, base))
+
+
+def _build(
+    program: Program, active_in: Sequence[bool], wanted: Sequence[bool], chip: Chip
+) -> CostGraph:
+    return _Builder(program, chip).graph(active_in, wanted)
+
+
+class _Builder:
+    """Makes a cost graph of a flat program."""
+
+    def __init__(self, program: Program, chip: Chip):
+        self.program = program
+        self.chip = chip
+        self.index: dict[Any, int] = {}  # variable -> tensor
+        self.made: list[tuple[Any, int, int]] = []  # aval, producer, position
+
+    def new(self, var: Any, producer: int, position: int) -> int:
+        self.index[var] = len(self.made)
+        self.made.append((var.aval, producer, position))
+        return self.index[var]
+
+    def graph(self, active_in: Sequence[bool], wanted: Sequence[bool]) -> CostGraph:
+        program = self.program
+        active: set[int] = set()
+        for i, (var, is_active) in enumerate(zip(program.invars, active_in, strict=True)):
+            t = self.new(var, -1, i)
+            if is_active:
+                active.add(t)
+        reads: list[tuple[int, ...]] = []
+        makes: list[tuple[int, ...]] = []
+        rules: list[_Derivative | None] = []
+        for i, eqn in enumerate(program.eqns):
+            inputs = [None if isinstance(v, jec.Literal) else self.index[v] for v in eqn.invars]
+            reads.append(tuple(dict.fromkeys(t for t in inputs if t is not None)))
+            if is_view(eqn) and inputs[0] is not None:
+                self.index[eqn.outvars[0]] = inputs[0]
+                makes.append(())
+                rules.append(None)
+                continue
+            makes.append(tuple(self.new(v, i, p) for p, v in enumerate(eqn.outvars)))
+            mask = tuple(t is not None and t in active for t in inputs)
+            rule = derivative_of(eqn, mask) if any(mask) else None
+            rules.append(rule)
+            if rule is not None:
+                active.update(t for t, a in zip(makes[i], rule.active, strict=True) if a)
+        outs = [None if isinstance(v, jec.Literal) else self.index[v] for v in program.outvars]
+        reached = {t for t, w in zip(outs, wanted, strict=True) if w and t in active}
+        for i in range(len(program.eqns) - 1, -1, -1):
+            rule = rules[i]
+            if rule is None:
+                continue
+            if reached.isdisjoint(makes[i]):
+                rules[i] = None
+                continue
+            eqn = program.eqns[i]
+            for var in eqn.invars:
+                if not isinstance(var, jec.Literal) and self.index[var] in active:
+                    reached.add(self.index[var])
+        return self.assemble(reads, makes, rules, reached, [t for t in outs if t is not None])
+
+    def assemble(
+        self,
+        reads: Sequence[tuple[int, ...]],
+        makes: Sequence[tuple[int, ...]],
+        rules: Sequence[_Derivative | None],
+        reached: set[int],
+        outputs: Sequence[int],
+    ) -> CostGraph:
+        eqns = self.program.eqns
+        users: list[list[int]] = [[] for _ in self.made]
+        for i, tensors in enumerate(reads):
+            if makes[i] or not is_view(eqns[i]):
+                for t in tensors:
+                    users[t].append(i)
+        fusible = [is_fusible(e) for e in eqns]
+        derivative_reads: dict[int, bool] = {}
+        for i, rule in enumerate(rules):
+            if rule is not None:
+                for t in self.places(eqns[i], makes[i], rule.needs):
+                    derivative_reads[t] = derivative_reads.get(t, False) or not fusible[i]
+        constant: set[int] = set()
+        for i, tensors in enumerate(reads):
+            if makes[i] and all(t in constant for t in tensors) and not _jax.has_effects(eqns[i]):
+                constant.update(makes[i])
+        tensors = []
+        for t, (aval, producer, position) in enumerate(self.made):
+            in_memory = producer >= 0 and (
+                not fusible[producer]
+                or any(not fusible[u] and not _reduces(eqns[u]) for u in users[t])
+                or derivative_reads.get(t, False)
+            )
+            tensors.append(
+                Tensor(
+                    index=t,
+                    bytes=_graph.nbytes(aval) if producer >= 0 and t not in constant else 0,
+                    producer=producer,
+                    position=position,
+                    users=tuple(users[t]),
+                    shape=tuple(getattr(aval, "shape", ())),
+                    dtype=str(getattr(aval, "dtype", "")),
+                    in_memory=in_memory,
+                    active=t in reached,
+                )
+            )
+        traffic = _traffic(
+            reads, makes, tensors, [_graph.nbytes(a) for a, _, _ in self.made], fusible
+        )
+        built = []
+        for i, eqn in enumerate(eqns):
+            built.append(self.equation(i, eqn, reads[i], makes[i], rules[i], traffic[i], tensors))
+        return CostGraph(tuple(tensors), tuple(built), tuple(dict.fromkeys(outputs)), self.program)
+
+    def places(self, eqn: Any, makes: Sequence[int], places: Iterable[tuple[str, int]]):
+        for kind, i in places:
+            if kind == "out":
+                yield makes[i]
+            elif not isinstance(eqn.invars[i], jec.Literal):
+                yield self.index[eqn.invars[i]]
+
+    def equation(
+        self,
+        i: int,
+        eqn: Any,
+        reads: tuple[int, ...],
+        makes: tuple[int, ...],
+        rule: _Derivative | None,
+        traffic: float,
+        tensors: Sequence[Tensor],
+    ) -> Equation:
+        flops = _graph.flops(eqn) if makes or not is_view(eqn) else 0.0
+        loop = None
+        seconds = self.seconds(eqn, flops, traffic)
+        if eqn.primitive.name == "scan" and rule is not None:
+            loop = self.loop(eqn, rule)
+        if eqn.primitive.name == "scan":
+            inner = loop.graph if loop else self.body(eqn, ())
+            seconds = eqn.params["length"] * inner.forward_seconds
+        needs, keeps = (
+            tuple(dict.fromkeys(self.places(eqn, makes, places)))
+            for places in ((rule.needs, rule.keeps) if rule else ((), ()))
+        )
+        backward_seconds = 0.0
+        if rule is not None:
+            rate = _rate(self.chip, eqn)
+            bandwidth = self.chip.bandwidth_bytes_per_second
+            backward_seconds = max(
+                rule.flops / rate if rule.heavy else 0.0, 2 * traffic / bandwidth
+            )
+            if loop is not None:
+                backward_seconds = loop.length * loop.graph.backward_seconds
+        return Equation(
+            index=i,
+            primitive=_graph.primitive_name(eqn),
+            module="/".join(self.program.path(eqn)),
+            reads=reads,
+            makes=makes,
+            needs=needs,
+            keeps=keeps,
+            made_bytes=rule.made_bytes if rule else 0,
+            flops=flops,
+            seconds=seconds,
+            backward_flops=rule.flops if rule else 0.0,
+            backward_seconds=backward_seconds,
+            working_bytes=rule.working_bytes if rule and loop is None else 0,
+            loop=loop,
+        )
+
+    def seconds(self, eqn: Any, flops: float, traffic: float) -> float:
+        moving = traffic / self.chip.bandwidth_bytes_per_second
+        if is_fusible(eqn) or _reduces(eqn):
+            return moving
+        return max(flops / _rate(self.chip, eqn), moving)
+
+    def body(self, eqn: Any, active: Sequence[bool]) -> CostGraph:
+        program = flat_program(eqn.params["jaxpr"], self.program.path(eqn))
+        flags = [False] * len(program.consts) + (list(active) or [False] * len(eqn.invars))
+        return _build(program, flags, [bool(active)] * len(program.outvars), self.chip)
+
+    def loop(self, eqn: Any, rule: _Derivative) -> Loop:
+        consts, carry = _jax.scan_arity(eqn)
+        active = [
+            not isinstance(v, jec.Literal) and a for v, a in zip(eqn.invars, rule.mask, strict=True)
+        ]
+        while True:  # what a carry is differentiated by on the way out, it is on the way in
+            graph = self.body(eqn, active)
+            outs = [
+                not isinstance(v, jec.Literal) and jnp.issubdtype(v.aval.dtype, jnp.floating) and a
+                for v, a in zip(eqn.outvars[:carry], rule.active[:carry], strict=True)
+            ]
+            grown = list(active)
+            for i, is_active in enumerate(outs):
+                grown[consts + i] = grown[consts + i] or is_active
+            if grown == active:
+                break
+            active = grown
+        carried = [
+            _graph.nbytes(v.aval)
+            for v, a in zip(eqn.outvars[:carry], rule.active[:carry], strict=True)
+            if a
+        ]
+        return Loop(graph, int(eqn.params["length"]), sum(carried), rule.made_bytes)
+
+
+# -- one equation ---------------------------------------------------------------------------------
+
+
+_VIEWS = frozenset(
+    {"reshape", "squeeze", "expand_dims", "transpose", "copy", "copy_p", "stop_gradient"}
+    | {"optimization_barrier", "sharding_constraint", "pvary", "rev"}
+)
+
+
+def is_view(eqn: Any) -> bool:
+    """Tell whether an equation's output is its input in another form, with no bytes of its own."""
+    name = eqn.primitive.name
+    if name in ("reshape", "squeeze", "expand_dims", "transpose", "copy", "copy_p"):
+        return len(eqn.outvars) == 1
+    return _graph.is_identity(eqn)
+
+
+_HEAVY = frozenset(
+    {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scan", "while"}
+    | {"cond", "sort", "gather", "custom_vjp_call", "pallas_call", "fft", "top_k", "shard_map"}
+    | {"rng_bit_generator", "rng_uniform", "custom_call", "cumsum", "cumprod", "cummax", "cummin"}
+    | {"cumlogsumexp", "cholesky", "triangular_solve", "lu", "qr", "eigh", "svd", "argsort"}
+    | {"all_gather", "all_to_all", "psum", "ppermute", "reduce_scatter", "approx_top_k"}
+    | {"remat2", "checkpoint", "custom_lin", "ffi_call"}
+)
+
+
+def _reduces(eqn: Any) -> bool:
+    name = eqn.primitive.name
+    return (name.startswith("reduce_") and name != "reduce_precision") or name in (
+        "argmax",
+        "argmin",
+    )
+
+
+def is_fusible(eqn: Any) -> bool:
+    """Tell whether compilers fuse an operation into what reads its result."""
+    name = eqn.primitive.name
+    if name in _HEAVY or name.startswith(("scatter", "select_and")) or _reduces(eqn):
+        return False
+    if _graph.checkpoint_name_of(eqn) is not None:
+        return True
+    if _jax.hi_primitive(eqn) is not None:
+        return False
+    return all(is_fusible(e) for b in _graph.bodies(eqn) for e in getattr(b.jaxpr, "eqns", ()))
+
+
+def _rate(chip: Chip, eqn: Any) -> float:
+    """Return the peak rate for an operation, FLOP/s, by the type of its first operand."""
+    rates = chip.flops_per_second
+    dtype = str(getattr(eqn.invars[0].aval, "dtype", "float32")) if eqn.invars else "float32"
+    names = {
+        "float32": ("tensorfloat32", "float32"),
+        "float16": ("float16", "bfloat16"),
+        "bfloat16": ("bfloat16", "float16"),
+    }.get(dtype, (dtype, "float32"))
+    return next((rates[n] for n in names if n in rates), None) or max(rates.values())
+
+
+def _traffic(
+    reads: Sequence[tuple[int, ...]],
+    makes: Sequence[tuple[int, ...]],
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    fusible: Sequence[bool],
+) -> list[float]:
+    """Bytes that each equation moves, a fused chain reading what it reads once.
+
+    Equations that fuse into one another are one cluster; each array in memory is charged to the
+    first of the cluster that reads it.
+    """
+    cluster = list(range(len(reads)))
+
+    def root(i: int) -> int:
+        while cluster[i] != i:
+            cluster[i] = cluster[cluster[i]]
+            i = cluster[i]
+        return i
+
+    for tensor in tensors:
+        if tensor.producer >= 0 and not tensor.in_memory:
+            for user in tensor.users:
+                a, b = root(tensor.producer), root(user)
+                cluster[max(a, b)] = min(a, b)
+    charged: set[tuple[int, int]] = set()
+    out = []
+    for i, (inputs, made) in enumerate(zip(reads, makes, strict=True)):
+        if not made:
+            out.append(0.0)
+            continue
+        amount = 0.0
+        for t in inputs:
+            tensor = tensors[t]
+            if (tensor.producer < 0 or tensor.in_memory) and (t, root(i)) not in charged:
+                charged.add((t, root(i)))
+                amount += sizes[t]
+        amount += sum(sizes[t] for t in made if tensors[t].in_memory)
+        out.append(amount)
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Derivative:
+    """What the derivative of one equation reads; places are ("in" | "out", position)."""
+
+    mask: tuple[bool, ...]
+    needs: tuple[tuple[str, int], ...]
+    keeps: tuple[tuple[str, int], ...]
+    made_bytes: int
+    active: tuple[bool, ...]
+    flops: float
+    heavy: bool
+    working_bytes: int
+
+
+_derivatives: dict[Any, _Derivative] = {}
+
+
+def derivative_of(eqn: Any, mask: tuple[bool, ...]) -> _Derivative:
+    """Linearize one equation in the inputs of ``mask`` and follow its residuals to their source."""
+    key = equation_key(eqn), mask, _jax.trace_context()
+    found = _derivatives.get(key)
+    if found is None:
+        if len(_derivatives) > 4096:
+            _derivatives.clear()
+        found = _derivatives[key] = _linearized(eqn, mask)
+    return found
+
+
+def _linearized(eqn: Any, mask: tuple[bool, ...]) -> _Derivative:
+    diff = [
+        i
+        for i, (v, a) in enumerate(zip(eqn.invars, mask, strict=True))
+        if a and jnp.issubdtype(v.aval.dtype, jnp.floating)
+    ]
+    variables = [i for i, v in enumerate(eqn.invars) if not isinstance(v, jec.Literal)]
+    tree: Any = None
+
+    def values(given: Sequence[Any]) -> list[Any]:
+        full: list[Any] = [getattr(v, "val", None) for v in eqn.invars]
+        for i, x in zip(variables, given, strict=True):
+            full[i] = x
+        return full
+
+    def forward(*given: Any) -> list[Any]:
+        nonlocal tree
+        full = values(given)
+
+        def of_active(*ds: Any) -> list[Any]:
+            xs = list(full)
+            for i, d in zip(diff, ds, strict=True):
+                xs[i] = d
+            return _jax.bind(eqn, xs)
+
+        ys, tangent = jax.linearize(of_active, *(full[i] for i in diff))
+        residuals, tree = jax.tree.flatten(tangent)
+        return [*ys, *residuals]
+
+    closed = jax.make_jaxpr(forward)(*(eqn.invars[i].aval for i in variables))
+    count = len(eqn.outvars)
+    residual_avals = closed.out_avals[count:]
+
+    def tangent(residuals: Sequence[Any], ds: Sequence[Any]) -> list[Any]:
+        return jax.tree.unflatten(tree, residuals)(*ds)
+
+    linear = Program.of(
+        jax.make_jaxpr(tangent)(
+            residual_avals, [eqn.invars[i].aval.to_tangent_aval() for i in diff]
+        )
+    )
+    given = linear.invars[len(linear.consts) :]
+    read = _needed_by(linear)
+    depends = _reached_from(linear, set(given[len(residual_avals) :]))
+    flat = Program.of(closed)
+    source = dict(zip(flat.invars[len(flat.consts) :], (("in", i) for i in variables)))
+    outs = flat.outvars[:count]
+    for position, var in enumerate(outs):
+        if not isinstance(var, jec.Literal):
+            source.setdefault(var, ("out", position))
+    makers = {v: e for e in flat.eqns for v in e.outvars}
+    needs: dict[tuple[str, int], None] = {}
+    keeps: dict[tuple[str, int], None] = {}
+    made: dict[Any, int] = {}
+    for var, placeholder in zip(flat.outvars[count:], given, strict=False):
+        if isinstance(var, jec.Literal) or placeholder not in read:
+            continue
+        var = _unviewed(var, makers, source)
+        if var in source:
+            needs[source[var]] = keeps[source[var]] = None
+            continue
+        found = _sources(var, makers, source)
+        needs.update(dict.fromkeys(found))
+        if found and var not in made:
+            made[var] = _graph.nbytes(var.aval)
+    flops = sum(_graph.flops(e) for e in linear.eqns)
+    heavy = any(not is_fusible(e) for e in linear.eqns)
+    return _Derivative(
+        mask=mask,
+        needs=tuple(needs),
+        keeps=tuple(keeps),
+        made_bytes=sum(made.values()),
+        active=tuple(
+            not isinstance(v, jec.Literal)
+            and v in depends
+            and not isinstance(o, jec.DropVar)
+            and jnp.issubdtype(o.aval.dtype, jnp.inexact)
+            for v, o in zip(linear.outvars, eqn.outvars, strict=True)
+        ),
+        flops=flops,
+        heavy=heavy,
+        working_bytes=0 if is_fusible(eqn) or not _graph.bodies(eqn) else sum(made.values()),
+    )
+
+
+def _unviewed(var: Any, makers: dict[Any, Any], source: dict[Any, Any]) -> Any:
+    while var not in source and var in makers and is_view(makers[var]):
+        inner = makers[var].invars[0]
+        if isinstance(inner, jec.Literal):
+            break
+        var = inner
+    return var
+
+
+def _sources(
+    var: Any, makers: dict[Any, Any], source: dict[Any, tuple[str, int]]
+) -> list[tuple[str, int]]:
+    found: dict[tuple[str, int], None] = {}
+    seen, todo = set(), [var]
+    while todo:
+        v = todo.pop()
+        if v in seen:
+            continue
+        seen.add(v)
+        if v in source:
+            found[source[v]] = None
+        elif v in makers:
+            todo.extend(x for x in makers[v].invars if not isinstance(x, jec.Literal))
+    return list(found)
+
+
+def _needed_by(program: Program) -> set[Any]:
+    """The variables that the outputs of a program depend on."""
+    needed = {v for v in program.outvars if not isinstance(v, jec.Literal)}
+    for eqn in reversed(program.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(v for v in eqn.invars if not isinstance(v, jec.Literal))
+    return needed
+
+
+def _reached_from(program: Program, variables: set[Any]) -> set[Any]:
+    reached = set(variables)
+    for eqn in program.eqns:
+        if any(not isinstance(v, jec.Literal) and v in reached for v in eqn.invars):
+            reached.update(eqn.outvars)
+    return reached

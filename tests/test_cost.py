@@ -1,0 +1,172 @@
+"""The cost graph of a loss, and the simulation of schedules over it."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_kit import UserError, _cost, _residuals
+from remat_kit._cost import LoopPlan, Segment, simulate
+from remat_kit._target import target
+
+CHIP = target("cpu")
+
+
+def struct(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def traced(fn, *args):
+    return _cost.trace(fn, args, CHIP)
+
+
+def chain(depth):
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    return loss, ([struct(16, 16)] * depth, struct(32, 16))
+
+
+def test_each_operation_says_what_its_derivative_reads():
+    graph = traced(lambda w, x: jnp.sum(jnp.sin(jnp.exp(x @ w))), struct(8, 8), struct(4, 8))
+    dot, exp, sin, total = graph.equations
+    assert [e.primitive for e in graph.equations] == ["dot_general", "exp", "sin", "reduce_sum"]
+    assert [graph.tensors[t].producer for t in dot.needs] == [
+        -1
+    ]  # x alone: w has no use for itself
+    assert exp.needs == exp.keeps == exp.makes
+    assert sin.needs == exp.makes
+    assert sin.keeps == ()
+    assert sin.made_bytes == 4 * 8 * 4  # cos
+    assert total.needs == ()
+    assert graph.residuals == exp.makes
+    assert graph.saved_bytes == 2 * 4 * 8 * 4
+
+
+def test_saved_bytes_are_those_of_the_residuals():
+    loss, args = chain(4)
+    graph = traced(loss, *args)
+    kept = _residuals.saved_residuals(loss, args)
+    assert graph.saved_bytes == sum(r.bytes for r in kept if not r.is_input)
+
+
+def test_reshapes_are_no_tensors_of_their_own():
+    graph = traced(lambda x: jnp.sum(jnp.sin(jnp.exp(x).reshape(4, 2).T)), struct(8))
+    made = [e.primitive for e in graph.equations if e.makes]
+    assert made == ["exp", "sin", "reduce_sum"]
+    assert all(e.flops == e.seconds == 0 for e in graph.equations if not e.makes)
+
+
+def test_fused_chains_move_their_bytes_once():
+    def fused(x):
+        return jnp.sum(jnp.exp(jnp.sin(x) * jnp.cos(x)))
+
+    graph = traced(fused, struct(1024))
+    fused_bytes = sum(e.seconds for e in graph.equations) * CHIP.bandwidth_bytes_per_second
+    assert fused_bytes < 2 * 4096 + 64
+
+
+def test_what_is_not_differentiated_needs_nothing():
+    def loss(w, x):
+        mask = jnp.exp(x) > 1
+        return jnp.sum(jnp.where(mask, x @ w, 0.0)) + jnp.sum(jax.lax.stop_gradient(jnp.sin(x @ w)))
+
+    graph = traced(loss, struct(8, 8), struct(8, 8))
+    assert {graph.equations[graph.tensors[t].producer].primitive for t in graph.residuals} == {"gt"}
+
+
+def test_regions_of_the_model_are_spliced_in():
+    block = jax.checkpoint(lambda x: jnp.tanh(jnp.sin(x)))
+    graph = traced(lambda x: jnp.sum(block(x)), struct(8))
+    assert [e.primitive for e in graph.equations] == ["sin", "tanh", "reduce_sum"]
+
+
+def test_opaque_operations_are_one_equation():
+    @jax.custom_vjp
+    def own(x):
+        return jnp.sin(jnp.exp(x))
+
+    own.defvjp(lambda x: (own(x), (x, jnp.cos(x))), lambda r, g: (g * r[1],))
+    graph = traced(lambda x: jnp.sum(own(jnp.tanh(x))), struct(64))
+    assert [e.primitive for e in graph.equations] == ["tanh", "custom_vjp_call", "reduce_sum"]
+    assert graph.equations[1].needs == graph.equations[0].makes
+
+
+def test_scan_carries_the_graph_of_its_body():
+    def loss(ws, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0])
+
+    graph = traced(loss, struct(6, 16, 16), struct(4, 16))
+    (scan,) = [e for e in graph.equations if e.loop]
+    assert scan.loop is not None
+    assert scan.loop.length == 6
+    assert scan.loop.carry_bytes == 256
+    assert [e.primitive for e in scan.loop.graph.equations] == ["dot_general", "tanh"]
+    assert scan.flops == 6 * scan.loop.graph.forward_flops
+    whole = Segment(0, len(scan.loop.graph.equations))
+    nothing = _cost.loop_cost(scan.loop, LoopPlan(((6, 1, (whole,)),)))
+    assert nothing.saved_bytes == 6 * 256
+    grouped = _cost.loop_cost(scan.loop, LoopPlan(((6, 3, (whole,)),)))
+    assert grouped.saved_bytes == 2 * 256
+    assert grouped.extra_flops == 2 * nothing.extra_flops
+
+
+def test_more_regions_mean_a_lower_peak_and_the_same_work():
+    loss, args = chain(8)
+    graph = traced(loss, *args)
+    n = len(graph.equations)
+    plain = simulate(graph, [Segment(0, n, plain=True)])
+    one = simulate(graph, [Segment(0, n)])
+    cuts = [0, 4, 8, 12, n]
+    four = simulate(graph, [Segment(a, b) for a, b in itertools.pairwise(cuts)])
+    assert plain.extra_flops == 0
+    assert plain.saved_bytes == graph.saved_bytes
+    assert four.peak_bytes < one.peak_bytes
+    assert four.saved_bytes == 3 * 32 * 16 * 4
+    assert four.extra_flops <= one.extra_flops <= graph.forward_flops
+
+
+def test_a_saved_tensor_stops_the_recompute():
+    loss, args = chain(4)
+    graph = traced(loss, *args)
+    n = len(graph.equations)
+    dots = frozenset(t for e in graph.equations if e.primitive == "dot_general" for t in e.makes)
+    kept = simulate(graph, [Segment(0, n, save=dots)])
+    dot_flops = sum(e.flops for e in graph.equations if e.primitive == "dot_general")
+    assert kept.extra_flops <= graph.forward_flops - dot_flops
+    assert kept.saved_bytes == sum(graph.tensors[t].bytes for t in dots)
+
+
+def test_nested_regions_hold_what_they_say():
+    loss, args = chain(8)
+    graph = traced(loss, *args)
+    n = len(graph.equations)
+    outs = [e.makes[0] for e in graph.equations if e.primitive == "tanh"]
+    inner = tuple(
+        Segment(a, b, save=frozenset(t for t in outs if a <= graph.tensors[t].producer < b - 1))
+        for a, b in ((0, 4), (4, 8))
+    )
+    tail = Segment(8, n, plain=True)
+    held = simulate(graph, [Segment(0, 8, inside=inner), tail])
+    dropped = simulate(graph, [Segment(0, 8, inside=inner, hold=False), tail])
+    assert held.saved_bytes == dropped.saved_bytes + 2 * 32 * 16 * 4
+    assert held.extra_flops < dropped.extra_flops
+
+
+def test_offloaded_bytes_are_not_on_the_device():
+    loss, args = chain(4)
+    graph = traced(loss, *args)
+    n = len(graph.equations)
+    dots = frozenset(t for e in graph.equations if e.primitive == "dot_general" for t in e.makes)
+    found = simulate(graph, [Segment(0, n, save=dots, offload=dots)], host_bandwidth=1e9)
+    assert found.saved_bytes == 0
+    assert found.host_bytes == sum(graph.tensors[t].bytes for t in dots)
+    assert found.extra_seconds >= 2 * found.host_bytes / 1e9
+
+
+def test_what_is_no_loss_is_said():
+    with pytest.raises(UserError, match="scalar"):
+        traced(lambda x: x, struct(8))
