@@ -604,7 +604,8 @@ def _let_results_take_over(
 ) -> None:
     """End a temporary one step early where its last reader can write over it.
 
-    XLA's heap lets no result do so that shares its memory with later values already.
+    XLA's heap lets no result do so that shares its memory with later values already, and none
+    that reads the value through a view or as a part of a tuple.
     """
     values = walk.values
     made_at: dict[int, list[int]] = {}
@@ -621,6 +622,8 @@ def _let_results_take_over(
             for source in leaves(read[position]) if position < len(read) else ():
                 buffer = values.buffer(source)
                 if kinds[buffer] != TEMPORARY or last[buffer] != step:
+                    continue
+                if values.all[source].maker.name not in instruction.operands:
                     continue
                 alone = (r for r in results if len(members[values.buffer(r)]) == 1)
                 taker = next((r for r in alone if _can_take(values, source, r)), None)
