@@ -34,16 +34,38 @@ def test_peak_table(capsys, tmp_path):
         assert f"{peak['difference_percent']:+.2f} %" in err
 
 
-def test_peak_table_names_what_is_far_off():
-    peak = {"difference_percent": -10.0, "packing_bytes": 3 * 2**20}
-    row = {"target": "tpu-v5e", "model": "M", "policy": "dots", "peak": peak}
-    near = row | {"peak": peak | {"difference_percent": 1.0}}
-    unfit = row | {"peak": None, "target": "h100"}
-    worst, *beyond = peak_table._worst([near, row, unfit])
-    assert worst == "- **tpu-v5e**: 1 of 2 within 5 %; the furthest is -10.00 %, M, `dots`."
-    assert len(beyond) == 1
-    assert "3.0 MiB more" in beyond[0]
-    assert "does not fit" in peak_table._cells(unfit)
+def test_peak_table_asks_the_compiler_where_the_walk_is_far_off(monkeypatch):
+    monkeypatch.setattr(peak_table, "ASK_BEYOND", -1.0)
+    case = peak_table.Case("MLP", "mlp", {"batch": 64})
+    row = next(peak_table.rows([case], ["cpu"]))
+    peak, witness = row["peak"], row["witness"]
+    assert witness["live_bytes"] == pytest.approx(peak["bytes"], rel=0.01)
+    assert witness["live_bytes"] + witness["gap_bytes"] == pytest.approx(
+        peak["compiler_bytes"], rel=0.01
+    )
+
+
+def test_peak_table_sums_up_what_is_far_off():
+    peak = {
+        "bytes": 9 * 2**20,
+        "compiler_bytes": 10 * 2**20,
+        "difference_percent": -10.0,
+        "phase": "backward",
+        "attributed_fraction": 1.0,
+    }
+    witness = {"live_bytes": 9 * 2**20, "gap_bytes": 2**20, "difference_percent": 0.0}
+    row = {"target": "tpu-v5e", "model": "M", "policy": "dots", "peak": peak, "read_seconds": 1.0}
+    row["witness"] = witness
+    near = row | {"peak": peak | {"difference_percent": 0.9}, "witness": None, "policy": "none"}
+    unfit = row | {"peak": None, "witness": None, "target": "h100"}
+    (line,) = peak_table._summary([near, row, unfit])
+    assert "1 of 2 within 5 %" in line
+    assert "the furthest is -10.00 %, M, `dots`" in line
+    assert "the furthest is +0.90 %, M, `none`" in line
+    assert "| -10.00 % | 9.0 | +0.00 % | 1.0 |" in peak_table._cells(row)
+    assert "+0.00 % of what its dump has alive" in peak_table._line(row)
+    for text in (peak_table._cells(row), peak_table._cells(near), peak_table._cells(unfit)):
+        assert text.count("|") == 13
     assert "does not fit" in peak_table._line(unfit)
 
 
