@@ -40,6 +40,7 @@ from remat_kit._gradient import Argnums, abstract, gradient_program
 from remat_kit._graph import Program
 from remat_kit._region import equation_key
 from remat_kit._roofline import Chip
+from remat_kit._schedule import flat_program
 
 # -- the graph ----------------------------------------------------------------------------------
 
@@ -692,11 +693,6 @@ def trace(
     active = [False] * len(program.consts) + active
     wanted = [i == 0 for i in range(len(program.outvars))]
     return _build(program, active, wanted, chip)
-
-
-def flat_program(closed: Any, base: tuple[str, ...] = ()) -> Program:
-    """Return the program that plans are made for: calls and checkpoint regions spliced in."""
-    return _graph.without_region_boundaries(Program.of(closed, base))
 
 
 def _build(

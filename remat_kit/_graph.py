@@ -405,6 +405,15 @@ class _Flattener:
             self.subst[outer] = self.read(out)
 
 
+def part(eqns: Sequence[Any], wanted: set[Any], base: Path) -> Program:
+    """Return some of a program's equations as a program, with ``wanted`` among its outputs."""
+    made = {v: None for e in eqns for v in e.outvars}
+    read = {v: None for e in eqns for v in e.invars if not isinstance(v, jec.Literal)}
+    invars = tuple(v for v in read if v not in made)
+    outvars = tuple(v for v in made if v in wanted)
+    return Program(invars, outvars, tuple(eqns), base=base)
+
+
 def evaluate(
     program: Program, args: Sequence[Any], step: Callable[..., Any] = _jax.bind
 ) -> list[Any]:

@@ -1371,6 +1371,34 @@ def nested(group: int | None = None, keep: Any = nothing) -> Nested:
     return Nested(None if group is None else _count(call, group), keep=_kept(call, keep))
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
+class Planned(Structural):
+    """See `planned`."""
+
+    program: str
+    lines: tuple[str, ...]
+    strict: bool = True
+    _head = "planned(program"
+
+    def __repr__(self) -> str:
+        lines = ", ".join(map(repr, (self.program, *self.lines)))
+        return f"planned({lines}{'' if self.strict else ', strict=False'})"
+
+
+def planned(program: str, *lines: str, strict: bool = True) -> Planned:
+    """Run one program with the regions of a plan; `plan` writes such a policy.
+
+    >>> planned("joined=1f shapes=2e sin=2", "0:1 plain", "1:2 save 1.0")
+    planned('joined=1f shapes=2e sin=2', '0:1 plain', '1:2 save 1.0')
+
+    Args:
+      program: what the plan was made for, in short; another program is refused.
+      lines: stretches of the program, in order, with what is kept of each.
+      strict: whether other shapes are refused too.
+    """
+    return Planned(program=program, lines=lines, strict=strict)
+
+
 # ---------------------------------------------------------------------------------------------
 # Whatever a user writes for a policy
 # ---------------------------------------------------------------------------------------------

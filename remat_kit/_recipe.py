@@ -43,6 +43,7 @@ _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
         *(_policy.primitive, _policy.named, _policy.named_regex, _policy.module, _policy.dtype),
         *(_policy.source, _policy.larger_than, _policy.smaller_than, _policy.cheap),
         *(_policy.uniform, _policy.block, _policy.segments, _policy.nested),
+        _policy.planned,
         _policy.callable_policy,
     )
 }
@@ -383,10 +384,17 @@ def dumps(recipe: Recipe | Policy) -> str:
     lines = [f"{key} = {_quoted(text)}" for key, text in fields if text]
     if recipe.aliases:
         lines.append(f"aliases = [{', '.join(map(_quoted, recipe.aliases))}]")
-    lines.append(f"policy = {_quoted(recipe.text)}")
+    lines.append(f"policy = {_policy_text(recipe.text)}")
     if recipe.parameters:
         lines += ["", "[parameters]", *(f"{p} = {_quoted(kind)}" for p, kind in recipe.parameters)]
     return "\n".join(lines) + "\n"
+
+
+def _policy_text(text: str) -> str:
+    if not text.startswith("planned(") or "'''" in text:
+        return _quoted(text)
+    lines = text.replace("', '", "',\n  '")
+    return f"'''\n{lines}\n'''"
 
 
 def _quoted(text: str) -> str:

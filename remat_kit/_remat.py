@@ -22,7 +22,7 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 
-from remat_kit import _flax, _graph, _jax
+from remat_kit import _flax, _graph, _jax, _schedule
 from remat_kit import _policy as algebra
 from remat_kit._errors import PolicyError, UserError, unknown
 from remat_kit._graph import Path, Program, evaluate
@@ -317,6 +317,8 @@ class _Cutter:
     # .. the two ways to begin
 
     def run(self, program: Program, args: Sequence[Any]) -> list[Any]:
+        if isinstance(self.structure, algebra.Planned):
+            return self.planned(program, args, self.structure)
         if self.app.at is not None:
             if not any(True for _ in self.matches(program.eqns, program.base)):
                 raise self.nothing_at(program)
@@ -324,6 +326,18 @@ class _Cutter:
         if isinstance(self.structure, (algebra.Uniform, algebra.Block, algebra.Nested)):
             return self.scans_of(program, args)
         return self.region(program, args)
+
+    def planned(self, program: Program, args: Sequence[Any], plan: algebra.Planned) -> list[Any]:
+        if self.app.at is not None:
+            raise UserError(
+                f"`{self.app.call}`: a plan says itself where its regions are",
+                hint="leave at= out",
+            )
+        program = _graph.without_region_boundaries(program)
+        _schedule.check(plan.program, program, strict=plan.strict, call=self.app.call)
+        cse = not self.loop if self.app.prevent_cse is None else self.app.prevent_cse
+        stretches = [_schedule.parse(line) for line in plan.lines]
+        return _schedule.run(program, stretches, args, prevent_cse=cse)
 
     def nothing_at(self, program: Program) -> Exception:
         paths = {"/".join(p) for p in _paths(program.eqns, program.base)}
@@ -432,7 +446,7 @@ class _Cutter:
                     outs = self.step(eqn, [read(v) for v in eqn.invars], program.base)
                     env.update(zip(eqn.outvars, outs, strict=True))
             else:
-                part = _part(piece.eqns, wanted, program.base)
+                part = _graph.part(piece.eqns, wanted, program.base)
                 outs = region(part, [env[v] for v in part.invars])
                 env.update(zip(part.outvars, outs, strict=True))
         return [read(v) for v in program.outvars]
@@ -623,14 +637,6 @@ def _used_later(pieces: Sequence[_Piece], outvars: Sequence[Any]) -> list[set[An
         later.append(set(used))
         used |= {v for e in piece.eqns for v in e.invars if not isinstance(v, jec.Literal)}
     return later[::-1]
-
-
-def _part(eqns: Sequence[Any], wanted: set[Any], base: Path) -> Program:
-    made = {v: None for e in eqns for v in e.outvars}
-    read = {v: None for e in eqns for v in e.invars if not isinstance(v, jec.Literal)}
-    invars = tuple(v for v in read if v not in made)
-    outvars = tuple(v for v in made if v in wanted)
-    return Program(invars, outvars, tuple(eqns), base=base)
 
 
 def _grouped(pieces: Sequence[_Piece], size: int) -> list[_Piece]:

@@ -1,0 +1,405 @@
+"""A plan as it is applied: stretches of a traced program, and which of their values are kept.
+
+The text of a stretch names equations by their place in the flat program, so a plan is bound to the
+program that it was made for: `describe` gives the short form of a program that a plan carries, and
+`check` says what changed when it does not fit.
+
+    0:12 plain                        no region
+    12:40 save 15.0 22.0              a region; outputs 0 of equations 15 and 22 are kept
+    40:90 hold (40:60; 60:90 save 70.0)     regions in a region that keeps what they save
+    90:140 drop (90:120; 120:140)     the same, but the outer region keeps nothing
+    140:141 plain loop 140 24*1 (0:9 save 3.0) 48*4 (0:9)     a scan: 24 rounds, then groups of 4
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+
+from remat_kit import _graph, _jax
+from remat_kit import _policy as algebra
+from remat_kit._errors import PolicyError
+from remat_kit._graph import Program
+from remat_kit._region import keep_labelled, label, run_region
+
+Place = tuple[int, int]  # equation, output
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """Consecutive equations, and what is kept of them; see `_cost.Segment`.
+
+    Attributes:
+        start, stop: equations ``start <= i < stop``.
+        save, offload: the values that are kept on the device and in the host's memory.
+        plain: no region.
+        inside: smaller stretches; this one is then a region around them.
+        hold: whether that region keeps what they keep.
+        loops: the scans that are run in another way.
+    """
+
+    start: int
+    stop: int
+    save: tuple[Place, ...] = ()
+    offload: tuple[Place, ...] = ()
+    plain: bool = False
+    inside: tuple[Stretch, ...] = ()
+    hold: bool = True
+    loops: tuple[tuple[int, tuple[LoopPart, ...]], ...] = ()
+
+    def __str__(self) -> str:
+        words = [f"{self.start}:{self.stop}"]
+        if self.plain:
+            words.append("plain")
+        for name, places in (("save", self.save), ("offload", self.offload)):
+            if places:
+                words += [name, *(f"{e}.{p}" for e, p in places)]
+        if self.inside:
+            inner = "; ".join(map(str, self.inside))
+            words.append(f"{'hold' if self.hold else 'drop'} ({inner})")
+        for equation, parts in self.loops:
+            words += ["loop", str(equation), *map(str, parts)]
+        return " ".join(words)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopPart:
+    """Some iterations of a scan: in groups of ``group``, each iteration as ``body`` says."""
+
+    times: int
+    group: int
+    body: tuple[Stretch, ...]
+
+    def __str__(self) -> str:
+        return f"{self.times}*{self.group} ({'; '.join(map(str, self.body))})"
+
+
+# -- the text -----------------------------------------------------------------------------------
+
+
+def parse(text: str) -> Stretch:
+    """Read one stretch from its text.
+
+    >>> str(parse("40:90 hold (40:60; 60:90 save 70.0)"))
+    '40:90 hold (40:60; 60:90 save 70.0)'
+
+    Raises:
+        PolicyError: the text is not that of a stretch.
+    """
+    reader = _Reader(text)
+    found = reader.stretch()
+    reader.end()
+    return found
+
+
+class _Reader:
+    def __init__(self, text: str):
+        self.text = text
+        self.tokens = re.findall(r"\d+:\d+|\d+\.\d+|\d+\*\d+|\d+|[a-z]+|[();]|\S", text)
+        self.at = 0
+
+    def peek(self) -> str:
+        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+
+    def take(self, pattern: str) -> str:
+        token = self.peek()
+        if not re.fullmatch(pattern, token):
+            raise PolicyError(
+                f"`planned(...)`: {token or 'the end'!r} is out of place in {self.text[:80]!r}",
+                hint="leave the lines of a plan as `remat-kit plan --save` wrote them",
+            )
+        self.at += 1
+        return token
+
+    def pair(self, separator: str) -> tuple[int, int]:
+        first, second = self.take(rf"\d+{re.escape(separator)}\d+").split(separator)
+        return int(first), int(second)
+
+    def places(self) -> tuple[Place, ...]:
+        found = [self.pair(".")]
+        while re.fullmatch(r"\d+\.\d+", self.peek()):
+            found.append(self.pair("."))
+        return tuple(found)
+
+    def stretch(self) -> Stretch:
+        start, stop = self.pair(":")
+        fields: dict[str, Any] = {}
+        loops: list[tuple[int, tuple[LoopPart, ...]]] = []
+        while self.peek() not in ("", ")", ";"):
+            word = self.take("plain|save|offload|hold|drop|loop")
+            if word == "plain":
+                fields["plain"] = True
+            elif word in ("save", "offload"):
+                fields[word] = self.places()
+            elif word == "loop":
+                equation = int(self.take(r"\d+"))
+                parts = []
+                while re.fullmatch(r"\d+\*\d+", self.peek()):
+                    times, group = self.pair("*")
+                    parts.append(LoopPart(times, group, self.stretches()))
+                loops.append((equation, tuple(parts)))
+            else:
+                fields |= {"hold": word == "hold", "inside": self.stretches()}
+        return Stretch(start, stop, loops=tuple(loops), **fields)
+
+    def stretches(self) -> tuple[Stretch, ...]:
+        self.take(r"\(")
+        found = [self.stretch()]
+        while self.peek() == ";":
+            self.take(";")
+            found.append(self.stretch())
+        self.take(r"\)")
+        return tuple(found)
+
+    def end(self) -> None:
+        if self.peek():
+            self.take("(?!)")
+
+
+# -- the program a plan is bound to ---------------------------------------------------------------
+
+
+def flat_program(closed: Any, base: tuple[str, ...] = ()) -> Program:
+    """Return the program that plans are made for: calls and checkpoint regions spliced in."""
+    return _graph.without_region_boundaries(Program.of(closed, base))
+
+
+def describe(program: Program) -> str:
+    """Return the short form of a program: its operations counted, a hash of how they are joined,
+    one of their shapes.
+    """
+    numbers: dict[Any, int] = {}
+    joined, shapes = hashlib.sha256(), hashlib.sha256()
+    counts = collections.Counter(_graph.primitive_name(e) for e in program.eqns)
+    for var in program.invars[len(program.consts) :]:
+        numbers[var] = len(numbers)
+        shapes.update(_aval(var).encode())
+    for eqn in program.eqns:
+        reads = [numbers.get(v, -1) for v in eqn.invars if not isinstance(v, jec.Literal)]
+        for var in eqn.outvars:
+            numbers[var] = len(numbers)
+            shapes.update(_aval(var).encode())
+        joined.update(f"{_graph.primitive_name(eqn)}{reads}{len(eqn.outvars)};".encode())
+    ends = joined.hexdigest()[:12], shapes.hexdigest()[:12]
+    listed = " ".join(f"{name}={count}" for name, count in sorted(counts.items()))
+    return f"joined={ends[0]} shapes={ends[1]} {listed}"
+
+
+def _aval(var: Any) -> str:
+    return f"{getattr(var.aval, 'dtype', '')}{list(getattr(var.aval, 'shape', ()))};"
+
+
+def check(planned: str, program: Program, *, strict: bool, call: str) -> None:
+    """Raise if a plan was made for another program.
+
+    Raises:
+        PolicyError: says which operations came or went, or that only shapes differ.
+    """
+    found = describe(program)
+    if found == planned:
+        return
+    before, now = (dict(w.split("=") for w in text.split()) for text in (planned, found))
+    if before.get("joined") == now["joined"]:
+        if strict:
+            raise PolicyError(
+                f"`{call}`: the plan was made for the same operations with other shapes or types",
+                hint="plan again for these arguments, or accept it with "
+                "`dataclasses.replace(plan.policy, strict=False)`; the memory is then another",
+            )
+        return
+    changes = [
+        f"{name} {before.get(name, 0)} -> {now.get(name, 0)}"
+        for name in sorted({*before, *now} - {"joined", "shapes"})
+        if before.get(name) != now.get(name)
+    ]
+    what = ", ".join(changes[:8]) if changes else "the same operations, joined in another way"
+    raise PolicyError(
+        f"`{call}`: the plan was made for another program: {what}",
+        hint="plan again; a plan holds for one model, one version of JAX and the function it was "
+        "made for",
+    )
+
+
+# -- running it -----------------------------------------------------------------------------------
+
+_KEPT, _MOVED = "remat_kit plan: kept", "remat_kit plan: moved"
+_NOTHING = algebra.save(algebra.nothing)
+
+
+def run(
+    program: Program,
+    schedule: Sequence[Stretch],
+    args: Sequence[Any],
+    *,
+    prevent_cse: bool,
+    start: int = 0,
+) -> list[Any]:
+    """Evaluate a flat program with the regions of a schedule.
+
+    Args:
+        program: what to run.
+        schedule: stretches that cover the program.
+        args: one value or tracer for each of its arguments.
+        prevent_cse: as in `jax.checkpoint`.
+        start: the place of the program's first equation in the plan's count.
+    """
+    env = dict(zip(program.invars, (*program.consts, *args), strict=True))
+    last = _last_use(program)
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, jec.Literal) else env[atom]
+
+    for stretch in schedule:
+        lo, hi = stretch.start - start, stretch.stop - start
+        eqns = program.eqns[lo:hi]
+        if stretch.plain:
+            loops = dict(stretch.loops)
+            for place, eqn in enumerate(eqns, stretch.start):
+                values = [read(v) for v in eqn.invars]
+                if place in loops:
+                    outs = _scan(program, eqn, values, loops[place])
+                else:
+                    outs = _jax.bind(eqn, values)
+                env.update(zip(eqn.outvars, outs, strict=True))
+            continue
+        wanted = {v for e in eqns for v in e.outvars if last.get(v, -1) >= hi}
+        part = _graph.part(eqns, wanted, program.base)
+        values = [env[v] for v in part.invars]
+        outs = _region(part, stretch, values, prevent_cse)
+        env.update(zip(part.outvars, outs, strict=True))
+    return [read(v) for v in program.outvars]
+
+
+def _last_use(program: Program) -> dict[Any, int]:
+    last = {v: i for i, e in enumerate(program.eqns) for v in e.invars if _is_var(v)}
+    return last | {v: len(program.eqns) for v in program.outvars if _is_var(v)}
+
+
+def _is_var(atom: Any) -> bool:
+    return not isinstance(atom, jec.Literal)
+
+
+def _region(part: Program, stretch: Stretch, values: Sequence[Any], prevent_cse: bool) -> list[Any]:
+    if stretch.inside:
+        names = [
+            x
+            for d, n in ((algebra.Decision.SAVE, _KEPT), (algebra.Decision.OFFLOAD, _MOVED))
+            if (x := label(d, repr(_rule(n)), "pinned_host")) is not None
+        ]
+        keep = _jax.keep_names(names, keep_labelled) if stretch.hold else None
+
+        def inner(*args: Any) -> list[Any]:
+            return run(part, stretch.inside, args, prevent_cse=prevent_cse, start=stretch.start)
+
+        return jax.checkpoint(inner, prevent_cse=prevent_cse, policy=keep)(*values)
+    named = _named(part, stretch)
+    rules = [_rule(n) for n, p in ((_KEPT, stretch.save), (_MOVED, stretch.offload)) if p]
+    policy = algebra.first(*rules) if len(rules) > 1 else (rules or [_NOTHING])[0]
+    return run_region(named, policy, values, prevent_cse=prevent_cse, full=False)
+
+
+def _rule(name: str) -> Any:
+    make = algebra.save if name == _KEPT else algebra.offload
+    return make(algebra.named(name, strict=False))
+
+
+def _named(part: Program, stretch: Stretch) -> Program:
+    """Put the names that carry the plan on the values that it keeps."""
+    names = dict.fromkeys(stretch.save, _KEPT) | dict.fromkeys(stretch.offload, _MOVED)
+    if not names:
+        return part
+    subst: dict[Any, Any] = {}
+    eqns = []
+
+    def read(atom: Any) -> Any:
+        return atom if isinstance(atom, jec.Literal) else subst.get(atom, atom)
+
+    for place, eqn in enumerate(part.eqns, stretch.start):
+        eqns.append(eqn.replace(invars=[read(v) for v in eqn.invars]))
+        for position, var in enumerate(eqn.outvars):
+            if (place, position) in names:
+                fresh = type(var)(var.aval)
+                eqns.append(_jax.name_equation(var, fresh, names[place, position], eqn))
+                subst[var] = fresh
+    outvars = tuple(read(v) for v in part.outvars)
+    return dataclasses.replace(part, eqns=tuple(eqns), outvars=outvars)
+
+
+# -- scans ----------------------------------------------------------------------------------------
+
+
+def _scan(
+    program: Program, eqn: Any, values: Sequence[Any], parts: Sequence[LoopPart]
+) -> list[Any]:
+    consts, carried = _jax.scan_arity(eqn)
+    path = program.path(eqn)
+    given, carry = values[:consts], tuple(values[consts : consts + carried])
+    xs = tuple(values[consts + carried :])
+    if eqn.params["reverse"]:
+        xs = tuple(jnp.flip(x, 0) for x in xs)
+    body = flat_program(eqn.params["jaxpr"], path)
+    stacked, done = [], 0
+    with _scoped(path[len(program.base) :]):
+        for part in parts:
+            some = tuple(x[done : done + part.times] for x in xs)
+            carry, ys = _iterations(body, part, given, carry, some)
+            stacked.append(ys)
+            done += part.times
+    ys = [y[0] if len(y) == 1 else jnp.concatenate(y) for y in zip(*stacked, strict=True)]
+    if eqn.params["reverse"]:
+        ys = [jnp.flip(y, 0) for y in ys]
+    return [*carry, *ys]
+
+
+def _iterations(
+    body: Program, part: LoopPart, consts: Sequence[Any], carry: Any, xs: Any
+) -> tuple[Any, Any]:
+    def loop(consts: Any, carry: Any, xs: Any, length: int) -> tuple[Any, Any]:
+        def step(carry: Any, x: Any) -> tuple[Any, Any]:
+            outs = run(body, part.body, [*consts, *carry, *x], prevent_cse=False)
+            return tuple(outs[: len(carry)]), tuple(outs[len(carry) :])
+
+        return jax.lax.scan(step, carry, xs, length=length)
+
+    if part.group == 1:
+        return loop(consts, carry, xs, part.times)
+
+    def group(size: int) -> Any:
+        def one(consts: Any, carry: Any, xs: Any) -> tuple[Any, Any]:
+            return loop(consts, carry, xs, size)
+
+        return jax.checkpoint(one, prevent_cse=False)
+
+    groups, rest = divmod(part.times, part.group)
+    done = groups * part.group
+    head = jax.tree.map(lambda x: x[:done].reshape(groups, part.group, *x.shape[1:]), xs)
+    carry, ys = jax.lax.scan(
+        lambda c, x: group(part.group)(consts, c, x), carry, head, length=groups
+    )
+    ys = jax.tree.map(lambda y: y.reshape(done, *y.shape[2:]), ys)
+    if rest:
+        carry, tail = group(rest)(consts, carry, jax.tree.map(lambda x: x[done:], xs))
+        ys = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, tail)
+    return carry, ys
+
+
+def _scoped(parts: Sequence[str]) -> Any:
+    return jax.named_scope("/".join(parts)) if parts else contextlib.nullcontext()
+
+
+def innermost(schedule: Sequence[Stretch]) -> Iterator[Stretch]:
+    """Yield the stretches that hold no others, in order."""
+    for stretch in schedule:
+        if stretch.inside:
+            yield from innermost(stretch.inside)
+        else:
+            yield stretch
