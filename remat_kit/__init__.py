@@ -18,6 +18,11 @@ from remat_kit._errors import RematKitError as RematKitError
 from remat_kit._errors import TargetError as TargetError
 from remat_kit._errors import UnknownNameError as UnknownNameError
 from remat_kit._errors import UserError as UserError
+from remat_kit._fit import Cell as Cell
+from remat_kit._fit import Fit as Fit
+from remat_kit._fit import MaxBatch as MaxBatch
+from remat_kit._fit import fit as fit
+from remat_kit._fit import max_batch as max_batch
 from remat_kit._lint import Lint as Lint
 from remat_kit._policy import Decision as Decision
 from remat_kit._policy import Policy as Policy

@@ -97,10 +97,14 @@ class Builder:
     @property
     def takes_policy(self) -> bool:
         """Tell whether the function has a parameter for the policy."""
-        parameters = self._parameters()
-        return parameters is None or _accepts(parameters, "policy")
+        return self.takes("policy")
 
-    def build(self, sizes: Mapping[str, Any], policy: str | None = None) -> Loss:
+    def takes(self, name: str) -> bool:
+        """Tell whether the function has a parameter of that name."""
+        parameters = self._parameters()
+        return parameters is None or _accepts(parameters, name)
+
+    def build(self, sizes: Mapping[str, Any], policy: Any = None) -> Loss:
         """Call the function and check what it returns.
 
         Args:

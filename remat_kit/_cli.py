@@ -1,4 +1,4 @@
-"""The command line: ``remat-kit inspect | diff | measure | policies | targets``.
+"""The command line: ``remat-kit inspect | diff | measure | max-batch | fit | policies | targets``.
 
 Standard output is data: text for a terminal, plain when piped, JSON on request. Progress and errors
 go to standard error. Exit status: 0 done, 1 a fault of remat_kit, 2 a wrong call or a model that
@@ -115,6 +115,8 @@ def _parser() -> argparse.ArgumentParser:
         ("inspect", _inspect, "list what is saved and what is computed twice"),
         ("diff", _diff, "show the gradient programs without and with a policy, aligned"),
         ("measure", _measure, "compile for chips, present or not, and show the memory it takes"),
+        ("max-batch", _max_batch, "find the largest batch that fits, by compiling a few"),
+        ("fit", _fit, "say which batches fit which chips with which policies"),
     ):
         command = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
         _add_model(command)
@@ -132,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="say what grew and what shrank since an earlier `inspect --json PATH`",
     )
+    _add_batch(commands.choices["max-batch"], commands.choices["fit"])
     policies = commands.add_parser(
         "policies", help="list the presets, or show one", allow_abbrev=False
     )
@@ -183,6 +186,45 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         metavar="k=v",
         help="an argument for the builder; repeatable",
     )
+
+
+def _add_batch(max_batch: argparse.ArgumentParser, fit: argparse.ArgumentParser) -> None:
+    for parser in (max_batch, fit):
+        parser.add_argument(
+            "--batch-name",
+            metavar="NAME",
+            default="batch",
+            help="the builder's argument for the batch size; 'batch' by default",
+        )
+    max_batch.add_argument(
+        "--start",
+        metavar="N",
+        type=_whole,
+        help="the batch to begin with; by default the builder's",
+    )
+    max_batch.add_argument(
+        "--step", metavar="N", type=_whole, default=1, help="try only multiples of N"
+    )
+    max_batch.add_argument("--at-most", metavar="N", type=_whole, help="try no batch above N")
+    fit.add_argument(
+        "--batch",
+        action="extend",
+        nargs="+",
+        type=_wholes,
+        required=True,
+        metavar="N,N",
+        help="the batch sizes: 8,16,32; repeatable",
+    )
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _wholes(text: str) -> list[int]:
+    return [_whole(part) for part in text.split(",")]
 
 
 def _version() -> str:
@@ -425,6 +467,87 @@ def _memory_table(found: dict[str, dict[str, Any]]) -> Any:
     return Table("memory", columns, tuple(rows), footer)
 
 
+def _max_batch(options: argparse.Namespace) -> None:
+    from remat_kit import _fit
+    from remat_kit._target import target
+
+    found: list[_fit.MaxBatch] = []
+    with _job(options, targets=("cpu",)) as job:
+        model = _batch_model(job, options)
+        asked = [(policy, name) for name in job.targets for policy in job.policies]
+        with _Bar(len(asked)) as bar, _interruptible() as interrupted:
+            for policy, name in asked:
+                found.append(
+                    _fit.search(
+                        model,
+                        policy,
+                        target(name),
+                        start=options.start,
+                        step=options.step,
+                        at_most=options.at_most or _fit.AT_MOST,
+                        progress=bar.say,
+                        call="remat-kit max-batch",
+                    )
+                )
+                if not found[-1].complete:
+                    raise KeyboardInterrupt
+                bar.advance()
+    if interrupted and not found:
+        raise KeyboardInterrupt
+    if options.json:
+        rows = [m.to_json() for m in found]
+        named = {"batch_name": options.batch_name, "complete": not interrupted}
+        _write_json(options.json, job.described() | named | {"results": rows})
+    if options.json != "-":
+        _show(_fit.max_batch_table(found, job.builder.address))
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _fit(options: argparse.Namespace) -> None:
+    from remat_kit import _fit as fits
+    from remat_kit._target import target
+
+    batches = sorted({batch for part in options.batch for batch in part})
+    with _job(options, targets=("cpu",)) as job:
+        model = _batch_model(job, options)
+        with _Bar(len(job.targets) * len(job.policies) * len(batches)) as bar:
+            chips = [target(name) for name in job.targets]
+            found = fits.matrix(
+                model,
+                job.policies,
+                chips,
+                batches,
+                progress=bar.count,
+                call="remat-kit fit",
+            )
+    if options.json:
+        named = {"batch_name": options.batch_name}
+        _write_json(options.json, job.described() | named | found.to_json())
+    if options.json != "-":
+        _show(found.table())
+    if not found.complete:
+        raise KeyboardInterrupt
+
+
+def _batch_model(job: _Job, options: argparse.Namespace) -> Any:
+    from remat_kit._fit import Model
+
+    model = Model(job.builder, job.sizes, job.at, options.batch_name)
+    model.check(job.policies, f"remat-kit {options.command} {job.builder.address}")
+    return model
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[list[bool]]:
+    """Swallow Ctrl-C and give a list that is empty unless it came."""
+    came: list[bool] = []
+    try:
+        yield came
+    except KeyboardInterrupt:
+        came.append(True)
+
+
 def _policies(options: argparse.Namespace) -> None:
     from remat_kit import _recipe
     from remat_kit._table import Table
@@ -574,3 +697,50 @@ class _Progress:
             self._status.update(text)
         else:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Bar:
+    """A bar on standard error with a line of text: in a terminal one bar, elsewhere plain lines."""
+
+    def __init__(self, total: int):
+        self._total = total
+        self._begun = 0
+        self._console = Console(stderr=True)
+        self._progress: Any = None
+
+    def __enter__(self) -> _Bar:
+        if self._console.is_terminal:
+            from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+            columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn())
+            self._progress = Progress(
+                *columns, TimeElapsedColumn(), console=self._console, transient=True
+            )
+            self._progress.add_task("tracing", total=self._total)
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """Show what is worked on now, and the best answer so far."""
+        if self._progress is not None:
+            from rich.markup import escape
+
+            self._progress.update(self._progress.task_ids[0], description=escape(text))
+        else:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def advance(self) -> None:
+        """Count one piece of the work as done."""
+        if self._progress is not None:
+            self._progress.advance(self._progress.task_ids[0])
+
+    def count(self, text: str) -> None:
+        """Show the next piece of the work; the one before it is done."""
+        if self._begun:
+            self.advance()
+        self._begun += 1
+        self.say(text if self._progress is not None else f"{self._begun}/{self._total} {text}")
