@@ -238,8 +238,13 @@ def module_and_primitive(op_name: str) -> tuple[str, str]:
     ('GPT/b0', 'max')
     >>> module_and_primitive("jit(f)/transpose(jvp(GPT))/while/body/b/b/checkpoint/mlp/dot")
     ('GPT/b/mlp', 'dot')
+
+    An instruction that the compiler merged carries the names of both; the first is its own.
+
+    >>> module_and_primitive("jit(f)/jvp(GPT)/b0/mul;jit(f)/jvp(GPT)/b1/broadcast_in_dim")
+    ('GPT/b0', 'mul')
     """
-    *scopes, primitive = list(_split(op_name)) or [""]
+    *scopes, primitive = list(_split(op_name.partition(";")[0])) or [""]
     return "/".join(_without_repeats(join_scopes(_groups(scopes)))), primitive
 
 
