@@ -1,0 +1,284 @@
+"""A Llama decoder in Flax NNX: RMSNorm, rotary positions, grouped queries, SwiGLU, no biases.
+
+Touvron et al., "Llama 2: open foundation and fine-tuned chat models", 2023,
+https://arxiv.org/abs/2307.09288; Grattafiori et al., "The Llama 3 herd of models", 2024,
+https://arxiv.org/abs/2407.21783. The layers are unrolled, or scanned with their parameters stacked.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+BLOCKS = "*/block_*"  # the paths a policy is applied to, unrolled ("block_3") or not ("block_scan")
+
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+def _positive(name, value):
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r}: must be a positive whole number")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The shape of one model; ``dtype`` is that of the computation, parameters are float32.
+
+    ``kv_heads`` is how many heads keys and values have: each serves as many heads of queries.
+    ``theta`` is the base of the wavelengths of the rotary positions.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocab: int = 32000
+    seq: int = 4096
+    theta: float = 10000.0
+    dtype: str = "f32"
+    scan: bool = False
+
+    def __post_init__(self):
+        for name in ("layers", "width", "heads", "kv_heads", "hidden", "vocab", "seq"):
+            _positive(name, getattr(self, name))
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"heads={self.heads} does not divide width={self.width} into heads of even width"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"kv_heads={self.kv_heads} does not divide heads={self.heads}: must be a divisor"
+            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
+        if not isinstance(self.scan, bool):
+            raise ValueError(f"scan={self.scan!r}: must be True or False")
+
+
+# "7b", "13b" and "70b" are Llama 2, "8b" is Llama 3.
+SIZES = {
+    "tiny": Config(2, width=32, heads=4, kv_heads=2, hidden=88, vocab=128, seq=16),
+    "7b": Config(32, width=4096, heads=32, kv_heads=32, hidden=11008),
+    "8b": Config(
+        32,
+        width=4096,
+        heads=32,
+        kv_heads=8,
+        hidden=14336,
+        vocab=128256,
+        seq=8192,
+        theta=500000.0,
+    ),
+    "13b": Config(40, width=5120, heads=40, kv_heads=40, hidden=13824),
+    "70b": Config(80, width=8192, heads=64, kv_heads=8, hidden=28672),
+}
+
+
+def _init(scale=1.0):
+    return nnx.initializers.normal(0.02 * scale)
+
+
+def rotate(x, theta):
+    """Turn each pair of ``(batch, seq, ..., d)`` by its position: rotary embedding.
+
+    Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021,
+    https://arxiv.org/abs/2104.09864. A pair is an element of the first half of the last axis and
+    the one at its place in the second half.
+
+    >>> x = jnp.ones((1, 3, 1, 2))
+    >>> bool(jnp.allclose(rotate(x, 10000.0)[0, 2, 0, 1], jnp.sin(2) + jnp.cos(2)))
+    True
+    """
+    half = x.shape[-1] // 2
+    speeds = theta ** (-jnp.arange(half) / half)
+    angles = jnp.arange(x.shape[1])[:, None] * speeds[None]
+    angles = angles.reshape(1, x.shape[1], *(1,) * (x.ndim - 3), half)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention; each head of keys and values serves a group of query heads."""
+
+    def __init__(self, config, rngs):
+        c = config
+        size = c.width // c.heads
+        kinds = {"dtype": DTYPES[c.dtype], "use_bias": False, "rngs": rngs}
+        groups = (c.kv_heads, c.heads // c.kv_heads, size)
+        out_init = _init((2 * c.layers) ** -0.5)
+        self.theta = c.theta
+        self.query = nnx.LinearGeneral(c.width, groups, kernel_init=_init(), **kinds)
+        self.key = nnx.LinearGeneral(c.width, (c.kv_heads, size), kernel_init=_init(), **kinds)
+        self.value = nnx.LinearGeneral(c.width, (c.kv_heads, size), kernel_init=_init(), **kinds)
+        self.out = nnx.LinearGeneral(
+            groups, c.width, axis=(-3, -2, -1), kernel_init=out_init, **kinds
+        )
+
+    def __call__(self, x):
+        query = checkpoint_name(rotate(self.query(x), self.theta), "query_proj")
+        key = checkpoint_name(rotate(self.key(x), self.theta), "key_proj")
+        value = checkpoint_name(self.value(x), "value_proj")
+        scores = jnp.einsum("bqhgd,bkhd->bhgqk", query * query.shape[-1] ** -0.5, key)
+        causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))[None, None, None]
+        scores = jnp.where(causal, scores.astype(jnp.float32), -jnp.inf)
+        weights = jax.nn.softmax(scores).astype(value.dtype)
+        context = checkpoint_name(jnp.einsum("bhgqk,bkhd->bqhgd", weights, value), "context")
+        return checkpoint_name(self.out(context), "out_proj")
+
+
+class Feedforward(nnx.Module):
+    """SwiGLU: a dense layer gated by the SiLU of another one, and a third one back."""
+
+    def __init__(self, config, rngs):
+        c = config
+        kinds = {"dtype": DTYPES[c.dtype], "use_bias": False, "rngs": rngs}
+        down_init = _init((2 * c.layers) ** -0.5)
+        self.gate = nnx.Linear(c.width, c.hidden, kernel_init=_init(), **kinds)
+        self.up = nnx.Linear(c.width, c.hidden, kernel_init=_init(), **kinds)
+        self.down = nnx.Linear(c.hidden, c.width, kernel_init=down_init, **kinds)
+
+    def __call__(self, x):
+        gate = checkpoint_name(self.gate(x), "mlpwi_0")
+        x = nnx.silu(gate) * checkpoint_name(self.up(x), "mlpwi_1")
+        return checkpoint_name(self.down(x), "mlpwo")
+
+
+class Block(nnx.Module):
+    """One decoder layer."""
+
+    def __init__(self, config, rngs):
+        c = config
+        kinds = {"epsilon": 1e-5, "dtype": DTYPES[c.dtype], "rngs": rngs}
+        self.norm_1 = nnx.RMSNorm(c.width, **kinds)
+        self.attn = Attention(c, rngs)
+        self.norm_2 = nnx.RMSNorm(c.width, **kinds)
+        self.mlp = Feedforward(c, rngs)
+
+    def __call__(self, x):
+        x = checkpoint_name(x, "decoder_layer_input")
+        x = x + checkpoint_name(self.attn(self.norm_1(x)), "attn_out")
+        return x + self.mlp(self.norm_2(x))
+
+
+class Llama(nnx.Module):
+    """Tokens ``(batch, seq)`` to logits ``(batch, seq, vocab)``."""
+
+    def __init__(self, config, rngs):
+        c = config
+        kinds = {"dtype": DTYPES[c.dtype], "rngs": rngs}
+        self.config = c
+        self.embed = nnx.Embed(c.vocab, c.width, embedding_init=_init(), **kinds)
+        if c.scan:
+            self.block_scan = nnx.vmap(lambda rngs: Block(c, rngs))(rngs.split(c.layers))
+        else:
+            # Attributes, not a list: the paths are then Linen's, and one pattern serves both.
+            for i in range(c.layers):
+                setattr(self, f"block_{i}", Block(c, rngs))
+        self.norm = nnx.RMSNorm(c.width, epsilon=1e-5, **kinds)
+        self.head = nnx.Linear(c.width, c.vocab, use_bias=False, kernel_init=_init(), **kinds)
+
+    def __call__(self, tokens):
+        c = self.config
+        x = self.embed(tokens)
+        if c.scan:
+            layers = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            x = layers(x, self.block_scan)
+        else:
+            for i in range(c.layers):
+                x = getattr(self, f"block_{i}")(x)
+        return self.head(self.norm(x))
+
+
+def config_of(size, **overrides):
+    """Return the ``Config`` of a preset, with every override that is not None put in.
+
+    >>> config_of("8b", layers=2).kv_heads
+    8
+    """
+    if size not in SIZES:
+        raise ValueError(f"size={size!r}: must be one of {', '.join(SIZES)}")
+    given = {name: value for name, value in overrides.items() if value is not None}
+    return dataclasses.replace(SIZES[size], **given)
+
+
+def loss(module, tokens):
+    """Return the mean cross entropy of the module's next-token predictions."""
+    logits = module(tokens[:, :-1]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def build(
+    policy=None,
+    *,
+    size="8b",
+    batch=1,
+    layers=None,
+    width=None,
+    heads=None,
+    kv_heads=None,
+    hidden=None,
+    vocab=None,
+    seq=None,
+    dtype="f32",
+    scan=False,
+    materialize=False,
+    seed=0,
+):
+    """Return ``(loss_fn, args)`` for one training batch: ``loss_fn(params, tokens)``.
+
+    ``params`` is the ``nnx.State`` of the module's parameters, and ``tokens`` is
+    ``(batch, seq + 1)``: each position predicts the next token.
+
+    >>> loss_fn, args = build(size="tiny", batch=2, scan=True)
+    >>> jax.eval_shape(loss_fn, *args)
+    ShapeDtypeStruct(shape=(), dtype=float32)
+    >>> args[0]["block_scan"]["attn"]["query"]["kernel"].get_value()
+    ShapeDtypeStruct(shape=(2, 32, 2, 2, 8), dtype=float32)
+
+    Args:
+      policy: what to save in each layer, as ``remat_kit.policy`` takes it; None leaves JAX's rule.
+      size: a preset, one of ``SIZES``.
+      batch: sequences per batch.
+      layers, width, heads, kv_heads, hidden, vocab, seq: override the preset.
+      dtype: of the computation, "f32" or "bf16"; parameters and the loss are float32.
+      scan: run the layers as one ``nnx.scan`` with stacked parameters, not unrolled.
+      materialize: return seeded arrays in place of ``jax.ShapeDtypeStruct``.
+      seed: the seed of those arrays.
+
+    Raises:
+      ValueError: if a size is unknown or out of range; the message says what is allowed.
+    """
+    _positive("batch", batch)
+    config = config_of(
+        size,
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        hidden=hidden,
+        vocab=vocab,
+        seq=seq,
+        dtype=dtype,
+        scan=scan,
+    )
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(seed))))
+
+    def loss_fn(params, tokens):
+        return loss(nnx.merge(graphdef, params), tokens)
+
+    def make_args():
+        params = nnx.state(Llama(config, nnx.Rngs(seed)))
+        key = jax.random.fold_in(jax.random.PRNGKey(seed), 1)
+        return params, jax.random.randint(key, (batch, config.seq + 1), 0, config.vocab)
+
+    args = make_args() if materialize else jax.eval_shape(make_args)
+    if policy is not None:
+        import remat_kit
+
+        loss_fn = remat_kit.policy(policy, at=BLOCKS)(loss_fn)
+    return loss_fn, args
