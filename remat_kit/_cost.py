@@ -60,6 +60,8 @@ class Tensor:
         in_memory: whether the compiler writes it down when it is computed: False for what fuses
             into everything that reads it.
         active: whether a cotangent flows back to it.
+        gradient_bytes: of the gradient of an argument that is differentiated, else 0.
+        sources: the arrays in memory that it is fused from; itself where it is in memory.
     """
 
     index: int
@@ -71,6 +73,8 @@ class Tensor:
     dtype: str
     in_memory: bool
     active: bool
+    gradient_bytes: int = 0
+    sources: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +109,8 @@ class Equation:
         keeps: those of ``needs`` that its derivative reads as they are.
         made_bytes: residuals that its derivative makes for itself (``cos x`` for ``sin x``), which
             are kept where no region recomputes them.
+        made_in_memory: those of them that the compiler writes down; on a CPU all, elsewhere those of
+            operations that do not fuse.
         flops: floating-point operations of one run.
         seconds: roofline time of one run, inside the fusions that a compiler makes.
         backward_flops: floating-point operations of its derivative.
@@ -121,6 +127,7 @@ class Equation:
     needs: tuple[int, ...]
     keeps: tuple[int, ...]
     made_bytes: int
+    made_in_memory: int
     flops: float
     seconds: float
     backward_flops: float
@@ -175,6 +182,19 @@ class CostGraph:
         kept = {t for e in self.equations for t in e.keeps}
         own = sum(e.made_bytes for e in self.equations)
         return sum(self.tensors[t].bytes for t in kept) + own
+
+    @functools.cached_property
+    def gradient_bytes(self) -> tuple[int, ...]:
+        """Bytes of finished or growing gradients of arguments when the backward pass is at each
+        equation.
+        """  # noqa: D205
+        out = [0] * (len(self.equations) + 1)
+        for tensor in self.tensors:
+            if tensor.gradient_bytes and tensor.users:
+                out[tensor.users[-1]] += tensor.gradient_bytes
+        for i in range(len(self.equations) - 1, -1, -1):
+            out[i] += out[i + 1]
+        return tuple(out)
 
     @functools.cached_property
     def live_bytes(self) -> tuple[int, ...]:
@@ -267,8 +287,8 @@ class Simulated:
     """What a schedule takes.
 
     Attributes:
-        peak_bytes: the most bytes of intermediate arrays alive at one time; arguments, results and
-            parameter gradients left out.
+        peak_bytes: the most bytes alive at one time beside the arguments: intermediate arrays and
+            the gradients that are there by then.
         saved_bytes: on the device when the backward pass begins.
         host_bytes: in the host's memory when the backward pass begins.
         extra_flops: floating-point operations that are computed again.
@@ -363,10 +383,7 @@ class _Simulation:
         ]
 
     def plain_keeps(self, segment: Segment) -> frozenset[int]:
-        equations = self.graph.equations[segment.start : segment.stop]
-        return frozenset(
-            t for e in equations for t in e.keeps if self.graph.tensors[t].producer >= 0
-        )
+        return plain_keeps(self.graph, segment.start, segment.stop)
 
     def own_bytes(self, segment: Segment) -> int:
         """Residuals that derivatives make for themselves, where no region recomputes them."""
@@ -376,7 +393,7 @@ class _Simulation:
             if e.index in plans and e.loop is not None and self.keeps_loops(segment):
                 own += loop_bytes(e.loop, plans[e.index])
             elif segment.plain:
-                own += e.made_bytes
+                own += e.made_in_memory
         return own
 
     def keeps_loops(self, segment: Segment) -> bool:
@@ -432,7 +449,7 @@ class _Simulation:
                 if e.index in plans and e.loop is not None:
                     own += loop_bytes(e.loop, plans[e.index]) if segment.plain else 0
                 elif segment.plain:
-                    own += e.made_bytes
+                    own += e.made_in_memory
                 self.note(live + own, segment, "forward")
                 for t in dies.pop(e.index, ()):
                     live -= graph.tensors[t].bytes
@@ -512,17 +529,21 @@ class _Simulation:
         released: dict[int, list[int]] = {}
         for t in rebuilt:
             released.setdefault(first_need[t], []).append(t)
+        if not segment.plain:
+            live += sum(e.made_in_memory for e in equations if e.loop is None)
         cotangents = _Cotangents(graph, segment.start, segment.stop)
+        gradients = graph.gradient_bytes
+        self.note(live + gradients[segment.stop], segment, "recompute")
         for e in reversed(equations):
             live += cotangents.begin(e)
             extra = e.working_bytes
             if e.loop is not None:
                 extra = self.loop(e, plans.get(e.index), segment)
-            self.note(live + extra, segment, "backward")
+            self.note(live + extra + gradients[e.index], segment, "backward")
             live -= cotangents.end(e)
             live -= self.bytes(released.get(e.index, ()))
-            if segment.plain and e.index not in plans:
-                live -= e.made_bytes
+            if (segment.plain and e.index not in plans) or (not segment.plain and e.loop is None):
+                live -= e.made_in_memory
 
     def cotangents_across(self, position: int) -> int:
         return _cotangents_across(self.graph)[position]
@@ -533,7 +554,7 @@ class _Simulation:
         if plan is None:
             plain = Segment(0, len(e.loop.graph.equations), plain=True)
             inner = simulate(e.loop.graph, (plain,), host_bandwidth=self.host_bandwidth)
-            kept = 0 if segment.plain else e.made_bytes
+            kept = 0 if segment.plain else e.made_in_memory
             return kept + inner.peak_bytes - inner.saved_bytes
         found = loop_cost(e.loop, plan, self.host_bandwidth)
         self.flops += found.extra_flops
@@ -575,6 +596,19 @@ def loop_cost(loop: Loop, plan: LoopPlan, host_bandwidth: float = math.inf) -> S
     return Simulated(
         saved + transient, saved, host, flops, seconds, (0, len(loop.graph.equations)), "backward"
     )
+
+
+def plain_keeps(graph: CostGraph, lo: int, hi: int) -> frozenset[int]:
+    """Return the arrays in memory that the derivatives of ``lo..hi`` read where no region is.
+
+    What fuses into its readers is not one of them: it is made of its sources once more.
+    """
+    tensors = graph.tensors
+    found: set[int] = set()
+    for e in graph.equations[lo:hi]:
+        read = e.needs if e.made_bytes and not e.made_in_memory else e.keeps
+        found.update(s for t in read for s in tensors[t].sources)
+    return frozenset(found)
 
 
 # -- what has to be computed again ----------------------------------------------------------------
@@ -772,8 +806,11 @@ class _Builder:
         derivative_reads: dict[int, bool] = {}
         for i, rule in enumerate(rules):
             if rule is not None:
+                # XLA's CPU compiler writes down what two fusions would both compute; others fuse
+                # cheap operations into every reader.
+                writes = self.chip.platform == "cpu" or not fusible[i]
                 for t in self.places(eqns[i], makes[i], rule.needs):
-                    derivative_reads[t] = derivative_reads.get(t, False) or not fusible[i]
+                    derivative_reads[t] = derivative_reads.get(t, False) or writes
         constant: set[int] = set()
         for i, tensors in enumerate(reads):
             if makes[i] and all(t in constant for t in tensors) and not _jax.has_effects(eqns[i]):
@@ -796,6 +833,8 @@ class _Builder:
                     dtype=str(getattr(aval, "dtype", "")),
                     in_memory=in_memory,
                     active=t in reached,
+                    gradient_bytes=_graph.nbytes(aval) if producer < 0 and t in reached else 0,
+                    sources=self.sources(t, producer, in_memory, reads, tensors),
                 )
             )
         traffic = _traffic(
@@ -805,6 +844,20 @@ class _Builder:
         for i, eqn in enumerate(eqns):
             built.append(self.equation(i, eqn, reads[i], makes[i], rules[i], traffic[i], tensors))
         return CostGraph(tuple(tensors), tuple(built), tuple(dict.fromkeys(outputs)), self.program)
+
+    def sources(
+        self,
+        t: int,
+        producer: int,
+        in_memory: bool,
+        reads: Sequence[tuple[int, ...]],
+        tensors: Sequence[Tensor],
+    ) -> tuple[int, ...]:
+        if producer < 0:
+            return ()
+        if in_memory:
+            return (t,)
+        return tuple(dict.fromkeys(s for r in reads[producer] for s in tensors[r].sources))
 
     def places(self, eqn: Any, makes: Sequence[int], places: Iterable[tuple[str, int]]):
         for kind, i in places:
@@ -853,6 +906,7 @@ class _Builder:
             needs=needs,
             keeps=keeps,
             made_bytes=rule.made_bytes if rule else 0,
+            made_in_memory=self.made_in_memory(eqn, rule),
             flops=flops,
             seconds=seconds,
             backward_flops=rule.flops if rule else 0.0,
@@ -860,6 +914,11 @@ class _Builder:
             working_bytes=rule.working_bytes if rule and loop is None else 0,
             loop=loop,
         )
+
+    def made_in_memory(self, eqn: Any, rule: _Derivative | None) -> int:
+        if rule is None or (self.chip.platform != "cpu" and is_fusible(eqn)):
+            return 0
+        return rule.made_bytes
 
     def seconds(self, eqn: Any, flops: float, traffic: float) -> float:
         moving = traffic / self.chip.bandwidth_bytes_per_second
@@ -917,7 +976,7 @@ def is_view(eqn: Any) -> bool:
 _HEAVY = frozenset(
     {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scan", "while"}
     | {"cond", "sort", "gather", "custom_vjp_call", "pallas_call", "fft", "top_k", "shard_map"}
-    | {"rng_bit_generator", "rng_uniform", "custom_call", "cumsum", "cumprod", "cummax", "cummin"}
+    | {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "custom_call", "cumsum", "cumprod", "cummax", "cummin"}
     | {"cumlogsumexp", "cholesky", "triangular_solve", "lu", "qr", "eigh", "svd", "argsort"}
     | {"all_gather", "all_to_all", "psum", "ppermute", "reduce_scatter", "approx_top_k"}
     | {"remat2", "checkpoint", "custom_lin", "ffi_call"}

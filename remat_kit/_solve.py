@@ -1,0 +1,807 @@
+"""Which schedules of a cost graph are worth having: the least extra time for every peak.
+
+1. The program is condensed into a chain of blocks, cut where few bytes are alive.
+2. What to keep inside the blocks is a minimum cut (of the maximum-closure kind): for a price of a
+   byte, the cheapest choice between keeping an array and computing it again, where an operation
+   that runs again needs its inputs. A sweep over the price gives the convex hull of all choices,
+   each a *level*, and its lower envelope is a bound that no schedule can beat.
+3. A dynamic program over the chain puts blocks together: a block kept as it is; one region over
+   some blocks that keeps what its level says; a region around such regions that holds what they
+   keep (so that what lies between them is rebuilt late and dropped early) or drops it (the
+   recursion of Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019, whose
+   special case for equal steps is Griewank's binomial schedule).
+
+The chain is only a model: what comes out is simulated exactly, and what is not better than
+something else is thrown away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from remat_kit._cost import (
+    CostGraph,
+    LoopPlan,
+    Segment,
+    Simulated,
+    closure,
+    loop_cost,
+    plain_keeps,
+    simulate,
+)
+
+# -- the answer ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A schedule and what it takes."""
+
+    schedule: tuple[Segment, ...]
+    cost: Simulated
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """What no schedule can beat, whatever its regions.
+
+    Attributes:
+        lines: pairs ``(price, value)``: keeping B bytes takes at least ``value - price * B``
+            seconds of recompute, for each of them.
+        working_bytes: the largest set of arrays that one operation's derivative needs at once.
+    """
+
+    lines: tuple[tuple[float, float], ...]
+    working_bytes: int
+
+    def seconds(self, held_bytes: float) -> float:
+        """Return the least extra time of any schedule that holds so many bytes at its peak.
+
+        When the backward pass begins at most that many bytes are held, so everything else that
+        it needs has to be computed again from them, at least once.
+        """
+        return max((value - price * held_bytes for price, value in self.lines), default=0.0)
+
+
+# -- minimum cuts ---------------------------------------------------------------------------------
+
+
+class _Cutter:
+    """The choice between keeping and computing again, as a flow problem."""
+
+    def __init__(self, graph: CostGraph):
+        self.graph = graph
+        self.wanted = list(graph.residuals)
+        found = closure(graph, self.wanted, frozenset(), 0, len(graph.equations))
+        self.equations = list(found.again)
+        tensors = {t for i in self.equations for t in graph.equations[i].makes}
+        tensors.update(self.wanted)
+        used = set(self.wanted)
+        for i in self.equations:
+            used.update(graph.equations[i].reads)
+        self.tensors = sorted(t for t in tensors if t in used)
+        self.tensor_node = {t: 2 + k for k, t in enumerate(self.tensors)}
+        offset = 2 + len(self.tensors)
+        self.equation_node = {i: offset + k for k, i in enumerate(self.equations)}
+        self.size = offset + len(self.equations)
+        # Going through the graph once; only the prices change from one cut to the next.
+        rows, columns = [], []
+        for t in self.tensors:
+            rows.append(self.tensor_node[t])
+            columns.append(self.equation_node[graph.tensors[t].producer])
+        self.kept_edges = len(rows)
+        for i in self.equations:
+            rows.append(self.equation_node[i])
+            columns.append(1)
+        self.work_edges = len(rows)
+        for t in self.wanted:
+            rows.append(0)
+            columns.append(self.tensor_node[t])
+        for i in self.equations:
+            for t in graph.equations[i].reads:
+                if t in self.tensor_node:
+                    rows.append(self.equation_node[i])
+                    columns.append(self.tensor_node[t])
+        self.rows, self.columns = np.array(rows), np.array(columns)
+        self.bytes = np.array([graph.tensors[t].bytes for t in self.tensors], dtype=float)
+        self.seconds = np.array([graph.equations[i].seconds for i in self.equations])
+
+    def cut(
+        self, price: float, free: Iterable[int] = (), per_bytes: Any = None
+    ) -> tuple[frozenset[int], float]:
+        """Return what to keep when a byte costs ``price`` seconds, and a lower bound of the total.
+
+        ``free`` arrays cost nothing to keep.
+        """
+        from scipy.sparse import csr_matrix
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+        if not len(self.wanted):
+            return frozenset(), 0.0
+        keeping = price * (self.bytes if per_bytes is None else per_bytes)
+        free = set(free)
+        if free:
+            keeping = np.where([t in free for t in self.tensors], 0.0, keeping)
+        costs = np.concatenate([keeping, self.seconds])
+        # The flow is integral: 2^29 stands for all the costs that a cut could ever have.
+        total = min(keeping.sum(), keeping.sum() + self.seconds.sum()) or 1.0
+        total = min(total, self.seconds.sum() or 1.0) * 1.01
+        scale = 2**29 / total
+        endless = 2**30
+        capacities = np.full(len(self.rows), endless, dtype=np.int64)
+        capacities[: len(costs)] = np.minimum(np.floor(costs * scale), endless).astype(np.int64)
+        matrix = csr_matrix(
+            (capacities.astype(np.int32), (self.rows, self.columns)), (self.size, self.size)
+        )
+        found = maximum_flow(matrix, 0, 1)
+        residual = matrix - found.flow
+        residual.data[residual.data < 0] = 0
+        residual.eliminate_zeros()
+        reached = set(
+            breadth_first_order(residual, 0, directed=True, return_predecessors=False).tolist()
+        )
+        kept = frozenset(
+            t
+            for t in self.tensors
+            if self.tensor_node[t] in reached
+            and self.equation_node[self.graph.tensors[t].producer] not in reached
+        )
+        return kept, found.flow_value / scale
+
+
+def bounds(graph: CostGraph, prices: Sequence[float] = ()) -> Bounds:
+    """Return what no schedule of a graph can beat.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from remat_kit import _cost
+    >>> from remat_kit._target import target
+    >>> x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    >>> graph = _cost.trace(lambda x: jnp.sum(jnp.tanh(jnp.tanh(x @ x) @ x)), (x,), target("cpu"))
+    >>> found = bounds(graph)
+    >>> found.seconds(0) > 0, found.seconds(1e9)
+    (True, 0.0)
+    """
+    cutter = _Cutter(graph)
+    lines = [(0.0, 0.0)]
+    for price in prices or _prices(graph, 12):
+        lines.append((price, cutter.cut(price)[1]))
+    lines.append((0.0, 0.0))
+    working = 0
+    for e in graph.equations:
+        held = {t for t in e.needs if graph.tensors[t].in_memory}
+        flowing = {t for t in (*e.makes, *e.reads) if _has_cotangent(graph, t)}
+        both = sum(graph.tensors[t].bytes for t in held)
+        both += sum(graph.tensors[t].bytes for t in flowing if graph.tensors[t].in_memory)
+        working = max(working, both if e.needs and e.loop is None else 0)
+    return Bounds(tuple(lines), working)
+
+
+def _has_cotangent(graph: CostGraph, t: int) -> bool:
+    return graph.tensors[t].active and graph.tensors[t].producer >= 0
+
+
+def _prices(graph: CostGraph, count: int) -> list[float]:
+    """Prices of a byte from one that keeps everything to one that keeps nothing."""
+    total = sum(graph.tensors[t].bytes for t in graph.residuals)
+    middle = graph.forward_seconds / max(total, 1)
+    return [middle * 10 ** (-2 + 4 * k / (count - 1)) for k in range(count)]
+
+
+# -- the chain ------------------------------------------------------------------------------------
+
+
+def positions(
+    graph: CostGraph, keeps: Sequence[frozenset[int]] = (), most: int = 120
+) -> list[int]:
+    """Return where to cut a program: few bytes alive, module boundaries, around each scan.
+
+    A cut costs the arrays that cross it. What is kept anyway, in one of ``keeps``, crosses free.
+    The first position is 0 and the last is the number of equations.
+    """
+    n = len(graph.equations)
+    forced = _forced(graph)
+    if n <= 24:
+        return list(range(n + 1))
+    starts = _module_starts(graph)
+    votes: dict[int, int] = {}
+    for keep in [frozenset(), *keeps]:
+        live = _uncovered(graph, keep)
+        for run in _valleys(live):
+            best = next((p for p in run if p in starts), run[-1])
+            votes[best] = votes.get(best, 0) + 1
+    chosen = [p for p in votes if p not in forced]
+    room = most - len(forced)
+    if len(chosen) > room:
+        chosen = _spread(graph, chosen, room, keeps)
+    return sorted(forced | set(chosen))
+
+
+def _forced(graph: CostGraph) -> set[int]:
+    scans = [e.index for e in graph.equations if e.loop is not None]
+    return {0, len(graph.equations), *scans, *(i + 1 for i in scans)}
+
+
+def _uncovered(graph: CostGraph, keep: frozenset[int]) -> np.ndarray:
+    """Bytes that cross each position and are not kept."""
+    steps = np.zeros(len(graph.equations) + 2)
+    for t in graph.tensors:
+        if t.producer >= 0 and t.users and t.users[-1] > t.producer and t.index not in keep:
+            steps[t.producer + 1] += t.bytes
+            steps[t.users[-1] + 1] -= t.bytes
+    return np.cumsum(steps)[:-1]
+
+
+def _valleys(live: np.ndarray) -> list[list[int]]:
+    """Runs of positions where a curve is lower than on both sides; neither end counts."""
+    found, start = [], 1
+    n = len(live) - 1
+    for p in range(2, n + 1):
+        if p < n and live[p] == live[start]:
+            continue
+        before = live[start - 1] if start > 1 else math.inf
+        after = live[p] if p < n else math.inf
+        if before > live[start] < after:
+            found.append(list(range(start, p)))
+        start = p
+    return found
+
+
+def _module_starts(graph: CostGraph) -> set[int]:
+    paths = [e.module for e in graph.equations]
+    return {i for i in range(1, len(paths)) if paths[i] != paths[i - 1]}
+
+
+def _spread(
+    graph: CostGraph, candidates: list[int], count: int, keeps: Sequence[frozenset[int]]
+) -> list[int]:
+    """Keep the candidate with the fewest bytes alive in each of ``count`` equal shares of memory."""
+    live = sum((_uncovered(graph, k) for k in keeps), _uncovered(graph, frozenset()))
+    kept = np.zeros(len(graph.equations) + 1)
+    for t in graph.residuals:
+        kept[graph.tensors[t].producer] += graph.tensors[t].bytes
+    share = np.cumsum(kept + kept.sum() / max(len(kept), 1) * 0.1)
+    buckets: dict[int, int] = {}
+    for p in candidates:
+        bucket = min(count - 1, int(count * share[p] / share[-1]))
+        if bucket not in buckets or live[p] < live[buckets[bucket]]:
+            buckets[bucket] = p
+    return list(buckets.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Level:
+    """What is kept at one price, and what that means block by block (arrays over blocks)."""
+
+    keep: frozenset[int]
+    kept: np.ndarray  # bytes kept inside the block
+    rebuild: np.ndarray  # seconds to rebuild what the block's derivative needs
+    pass_on: np.ndarray  # seconds to rebuild what the block hands on
+    rebuilt: np.ndarray  # bytes that the rebuild writes and the derivative reads
+    out: np.ndarray  # [s, j]: bytes made in blocks s..j, not kept, that later blocks read
+
+
+class _Chain:
+    """A graph condensed at its cuts, with the levels of each block."""
+
+    def __init__(self, graph: CostGraph, cuts: Sequence[int]):
+        self.graph = graph
+        self.cuts = list(cuts)
+        self.count = len(cuts) - 1
+        self.block = np.zeros(len(graph.equations) + 1, dtype=int)
+        for b in range(self.count):
+            self.block[cuts[b] : cuts[b + 1]] = b
+        self.ranges = [(cuts[b], cuts[b + 1]) for b in range(self.count)]
+        self.forward = np.array(
+            [sum(e.seconds for e in graph.equations[lo:hi]) for lo, hi in self.ranges]
+        )
+        self.plain = np.array([self.plain_bytes(lo, hi) for lo, hi in self.ranges])
+        self.scans = np.array(
+            [any(e.loop for e in graph.equations[lo:hi]) for lo, hi in self.ranges]
+        )
+        self.flowing = np.array([self.cotangents(lo, hi) for lo, hi in self.ranges])
+
+    @functools.cached_property
+    def crossing(self) -> list[tuple[int, int, int]]:
+        """Arrays that cross a cut: (tensor, block that makes it, last block that reads it)."""
+        found = []
+        for t in self.graph.tensors:
+            if t.producer >= 0 and t.users and t.bytes:
+                first, last = int(self.block[t.producer]), int(self.block[t.users[-1]])
+                if last > first:
+                    found.append((t.index, first, last))
+        return found
+
+    def plain_bytes(self, lo: int, hi: int) -> int:
+        graph = self.graph
+        own = sum(e.made_in_memory for e in graph.equations[lo:hi])
+        kept = plain_keeps(graph, lo, hi)
+        return own + sum(graph.tensors[t].bytes for t in kept if graph.tensors[t].producer >= lo)
+
+    def cotangents(self, lo: int, hi: int) -> int:
+        """The most bytes of cotangents alive while the backward pass goes through a block."""
+        from remat_kit import _cost
+
+        across = _cost._cotangents_across(self.graph)
+        peak = 0
+        for i in range(lo, hi):
+            made = sum(
+                self.graph.tensors[t].bytes
+                for t in self.graph.equations[i].reads
+                if self.graph.tensors[t].active
+                and self.graph.tensors[t].in_memory
+                and self.graph.tensors[t].users[-1] == i
+            )
+            made += self.graph.equations[i].working_bytes + self.graph.gradient_bytes[i]
+            peak = max(peak, across[i + 1] + made)
+        return peak
+
+    def level(self, keep: frozenset[int]) -> _Level:
+        graph = self.graph
+        k = self.count
+        kept, rebuild, pass_on, rebuilt = (np.zeros(k) for _ in range(4))
+        handed: list[list[int]] = [[] for _ in range(k)]
+        for t, first, _ in self.crossing:
+            if t not in keep:
+                handed[first].append(t)
+        for t in keep:
+            kept[self.block[graph.tensors[t].producer]] += graph.tensors[t].bytes
+        for b, (lo, hi) in enumerate(self.ranges):
+            needs = {t for e in graph.equations[lo:hi] for t in e.needs}
+            found = closure(graph, needs, keep, lo, hi)
+            rebuild[b] = sum(graph.equations[i].seconds for i in found.again)
+            made = {t for i in found.again for t in graph.equations[i].makes}
+            rebuilt[b] = sum(
+                graph.tensors[t].bytes
+                for t in made
+                if graph.tensors[t].in_memory and t in needs and t not in keep
+            )
+            rebuilt[b] += sum(e.made_in_memory for e in graph.equations[lo:hi] if e.loop is None)
+            again = closure(graph, handed[b], keep, lo, hi).again
+            pass_on[b] = sum(graph.equations[i].seconds for i in again)
+        out = np.zeros((k, k))
+        for t, first, last in self.crossing:
+            if t not in keep:
+                out[first, first:last] += graph.tensors[t].bytes
+        # out[s, j]: made in s..j and read after j.
+        out = np.cumsum(out[::-1], axis=0)[::-1]
+        return _Level(keep, kept, rebuild, pass_on, rebuilt, np.triu(out))
+
+
+# -- putting blocks together ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """Some consecutive blocks treated alike, as the chain sees them.
+
+    ``form`` is "plain", "leaf" (one region), "hold" or "drop" (a region around one region per
+    block), "nest" (a region that drops, around whatever the recursion finds best) or "loop".
+    """
+
+    first: int
+    last: int
+    form: str
+    level: int
+    kept: float
+    working: float
+    seconds: float
+
+
+_LONGEST = 16
+
+
+class _Composer:
+    def __init__(self, chain: _Chain, levels: Sequence[_Level], loops: dict[int, list[LoopPlan]]):
+        self.chain = chain
+        self.levels = levels
+        self.loops = loops
+        self.plain_out = chain.level(frozenset()).out
+
+    def items(self) -> list[list[_Item]]:
+        """Every item of a few blocks, by its first block."""
+        chain = self.chain
+        k = chain.count
+        found: list[list[_Item]] = [[] for _ in range(k)]
+        for b in range(k):
+            if chain.scans[b]:
+                found[b] += self.loop_items(b)
+            found[b].append(
+                _Item(b, b, "plain", -1, float(chain.plain[b]), float(chain.flowing[b]), 0.0)
+            )
+        for number, level in enumerate(self.levels):
+            for s in range(k):
+                if not chain.scans[s]:
+                    found[s] += self.group_items(number, level, s)
+        return found
+
+    def group_items(self, number: int, level: _Level, s: int) -> list[_Item]:
+        chain = self.chain
+        found = []
+        kept = seconds = between = 0.0
+        merged_peak = grouped_peak = dropped_peak = 0.0
+        built = inner = held = 0.0
+        for j in range(s, min(chain.count, s + _LONGEST)):
+            if chain.scans[j]:
+                break
+            out = level.out[s, j]
+            kept += level.kept[j]
+            seconds += level.rebuild[j]
+            # One region over all: what it rebuilds is there at once.
+            built += level.rebuilt[j]
+            merged_peak = max(merged_peak, built + chain.flowing[j])
+            found.append(_Item(s, j, "leaf", number, kept + out, merged_peak, seconds))
+            # A region around one per block: what they hand on is there at once, and the rest late.
+            held += level.kept[j]
+            grouped_peak = max(grouped_peak, inner + level.rebuilt[j] + chain.flowing[j])
+            dropped_peak = max(dropped_peak, inner + held + level.rebuilt[j] + chain.flowing[j])
+            if j > s:
+                extra = seconds + between
+                found.append(_Item(s, j, "hold", number, kept + out, grouped_peak, extra))
+                again = chain.forward[s : j + 1].sum() + seconds
+                found.append(_Item(s, j, "drop", number, out, dropped_peak, again))
+            inner += level.out[j, j]
+            between += level.pass_on[j]
+        return found
+
+    def loop_items(self, b: int) -> list[_Item]:
+        (scan,) = [
+            e for e in self.chain.graph.equations[slice(*self.chain.ranges[b])] if e.loop
+        ]
+        assert scan.loop is not None
+        found = []
+        for number, plan in enumerate(self.loops.get(scan.index, ())):
+            cost = loop_cost(scan.loop, plan)
+            rest = float(self.chain.plain[b]) - scan.made_in_memory
+            found.append(
+                _Item(
+                    b,
+                    b,
+                    "loop",
+                    number,
+                    rest + cost.saved_bytes,
+                    float(self.chain.flowing[b]) + cost.peak_bytes - cost.saved_bytes,
+                    cost.extra_seconds,
+                )
+            )
+        return found
+
+    # .. the table: least extra seconds for blocks t.. with m slots of memory
+
+    def solve(self, top: float, slots: int) -> list[tuple[Segment, ...]]:
+        """Return the schedules that are best for some memory up to ``top`` bytes."""
+        chain, k = self.chain, self.chain.count
+        size = top / slots
+        items = self.items()
+        nested = self.nested(size, slots)
+        best = np.full((k + 1, slots + 1), np.inf)
+        best[k] = 0.0
+        choice = np.full((k, slots + 1), -1, dtype=int)
+        chosen: list[list[_Item]] = []
+        memory = np.arange(slots + 1)
+        for t in range(k - 1, -1, -1):
+            options = _undominated(items[t]) + nested[t]
+            chosen.append(options)
+            for number, item in enumerate(options):
+                kept = round(item.kept / size)
+                need = kept + math.ceil(item.working / size)
+                if need > slots:
+                    continue
+                value = np.full(slots + 1, np.inf)
+                rest = memory[need:] - kept
+                value[need:] = item.seconds + best[item.last + 1][rest]
+                if item.form == "nest":
+                    value[need:] += self.inner[(item.first, item.last)][memory[need:] - kept]
+                better = value < best[t] * (1 - 1e-9)
+                best[t][better] = value[better]
+                choice[t][better] = number
+        chosen.reverse()
+        found: dict[tuple[Segment, ...], None] = {}
+        previous = math.inf
+        for m in range(slots + 1):
+            if not math.isfinite(best[0][m]) or best[0][m] >= previous * (1 - 1e-6) - 1e-15:
+                continue
+            previous = best[0][m]
+            found[self.schedule(choice, chosen, m, size)] = None
+        return list(found)
+
+    def schedule(
+        self, choice: np.ndarray, chosen: list[list[_Item]], m: int, size: float
+    ) -> tuple[Segment, ...]:
+        t, parts = 0, []
+        while t < self.chain.count:
+            item = chosen[t][choice[t][m]]
+            kept = round(item.kept / size)
+            parts += self.segment(item, m - kept)
+            m -= kept
+            t = item.last + 1
+        return _merged(tuple(parts))
+
+    def segment(self, item: _Item, room: int) -> list[Segment]:
+        cuts = self.chain.cuts
+        lo, hi = cuts[item.first], cuts[item.last + 1]
+        if item.form == "plain":
+            return [Segment(lo, hi, plain=True)]
+        if item.form == "loop":
+            (scan,) = [e.index for e in self.chain.graph.equations[lo:hi] if e.loop]
+            plan = self.loops[scan][item.level]
+            return [Segment(lo, hi, plain=True, loops=((scan, plan),))]
+        if item.form == "leaf":
+            return [Segment(lo, hi, save=self.kept(item.level, lo, hi))]
+        if item.form == "nest":
+            return [Segment(lo, hi, inside=self.backtrack(item.first, item.last, room), hold=False)]
+        inside = tuple(
+            Segment(a, b, save=self.kept(item.level, a, b))
+            for a, b in self.chain.ranges[item.first : item.last + 1]
+        )
+        return [Segment(lo, hi, inside=inside, hold=item.form == "hold")]
+
+    def kept(self, level: int, lo: int, hi: int) -> frozenset[int]:
+        tensors = self.chain.graph.tensors
+        return frozenset(t for t in self.levels[level].keep if lo <= tensors[t].producer < hi)
+
+    # .. regions in regions in regions: the recursion of heterogeneous chains
+
+    def nested(self, size: float, slots: int) -> list[list[_Item]]:
+        """Items that drop what they keep and go back through themselves as best they can."""
+        self.inner: dict[tuple[int, int], np.ndarray] = {}
+        self.inner_choice: dict[tuple[int, int], np.ndarray] = {}
+        self.inner_options: list[list[_Item]] = []
+        chain, k = self.chain, self.chain.count
+        found: list[list[_Item]] = [[] for _ in range(k)]
+        if chain.scans.any() or k > 160 or k < 3:
+            return found
+        out = self.plain_out
+        singles: list[list[_Item]] = []
+        for b in range(k):
+            options = [
+                _Item(b, b, "plain", -1, float(chain.plain[b]), float(chain.flowing[b]), 0.0)
+            ]
+            for number, level in enumerate(self.levels):
+                kept = level.kept[b] + level.out[b, b]
+                working = level.rebuilt[b] + chain.flowing[b]
+                options.append(
+                    _Item(b, b, "leaf", number, kept, float(working), float(level.rebuild[b]))
+                )
+            singles.append(_undominated(options))
+        self.inner_options = singles
+        forward = np.concatenate([[0.0], np.cumsum(chain.forward)])
+        memory = np.arange(slots + 1)
+        never = np.full(slots + 1, np.inf)
+        for length in range(1, k):
+            for s in range(k - length + 1):
+                t = s + length - 1
+                value, pick = never.copy(), np.full(slots + 1, -1, dtype=np.int32)
+                rest = self.inner.get((s + 1, t)) if length > 1 else np.zeros(slots + 1)
+                for number, item in enumerate(singles[s]):
+                    # The last block inside a region hands on to nothing inside it.
+                    kept = item.kept if s < t else item.kept - _handed(item, out, s)
+                    kept_slots = round(max(kept, 0) / size)
+                    need = kept_slots + math.ceil(item.working / size)
+                    if need > slots or rest is None:
+                        continue
+                    new = item.seconds + rest[memory[need:] - kept_slots]
+                    better = new < value[need:] * (1 - 1e-9)
+                    value[need:][better] = new[better]
+                    pick[need:][better] = number
+                if length > 2 and k <= 80:
+                    for j in range(s + 1, t):  # blocks s..j once more in a region of their own
+                        kept_slots = round(out[s, j] / size)
+                        if kept_slots > slots:
+                            continue
+                        ahead = self.inner[(j + 1, t)][memory[kept_slots:] - kept_slots]
+                        new = (
+                            forward[j + 1]
+                            - forward[s]
+                            + ahead
+                            + self.inner[(s, j)][memory[kept_slots:] - kept_slots]
+                        )
+                        better = new < value[kept_slots:] * (1 - 1e-9)
+                        value[kept_slots:][better] = new[better]
+                        pick[kept_slots:][better] = 1000 + j
+                self.inner[(s, t)], self.inner_choice[(s, t)] = value, pick
+                if length > 2:
+                    again = float(forward[t + 1] - forward[s])
+                    found[s].append(_Item(s, t, "nest", -1, float(out[s, t]), 0.0, again))
+        return found
+
+    def backtrack(self, s: int, t: int, room: int) -> tuple[Segment, ...]:
+        cuts, parts = self.chain.cuts, []
+        size = self.size
+        while s <= t:
+            pick = int(self.inner_choice[(s, t)][room])
+            if pick >= 1000:
+                j = pick - 1000
+                room -= round(self.plain_out[s, j] / size)
+                inside = self.backtrack(s, j, room)
+                parts.append(Segment(cuts[s], cuts[j + 1], inside=inside, hold=False))
+                s = j + 1
+                continue
+            item = self.inner_options[s][pick]
+            parts += self.segment(item, room)
+            kept = item.kept if s < t else item.kept - _handed(item, self.plain_out, s)
+            room -= round(max(kept, 0) / size)
+            s += 1
+        return _merged(tuple(parts))
+
+    size = 1.0
+
+
+def _handed(item: _Item, out: np.ndarray, block: int) -> float:
+    return 0.0 if item.form == "plain" else float(out[block, block])
+
+
+def _undominated(items: Sequence[_Item]) -> list[_Item]:
+    """Leave out items that take no less of anything than another over the same blocks."""
+    found: list[_Item] = []
+    by_last: dict[int, list[_Item]] = {}
+    for item in sorted(items, key=lambda i: (i.seconds, i.kept, i.working)):
+        others = by_last.setdefault(item.last, [])
+        if any(o.kept <= item.kept and o.working <= item.working for o in others):
+            continue
+        others.append(item)
+        found.append(item)
+    return found
+
+
+def _merged(parts: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """Put neighbours that have no region together."""
+    found: list[Segment] = []
+    for part in parts:
+        if part.plain and found and found[-1].plain:
+            last = found.pop()
+            part = Segment(last.start, part.stop, plain=True, loops=(*last.loops, *part.loops))
+        found.append(part)
+    return tuple(found)
+
+
+# -- all together ---------------------------------------------------------------------------------
+
+
+def candidates(
+    graph: CostGraph,
+    *,
+    tick: Callable[[str], None] = lambda what: None,
+    levels: int = 10,
+    slots: int = 240,
+    host_bandwidth: float = math.inf,
+) -> list[Candidate]:
+    """Return the schedules of which none is beaten in both peak and extra time, by peak.
+
+    Args:
+        graph: of the loss, or of the body of a scan.
+        tick: told what is worked on; may raise `KeyboardInterrupt`.
+        levels: how many prices of a byte are tried.
+        slots: into how many steps memory is divided.
+        host_bandwidth: bytes a second to the host.
+    """
+    n = len(graph.equations)
+    if n == 0:
+        return []
+    plain = Candidate(
+        (Segment(0, n, plain=True),), simulate(graph, (Segment(0, n, plain=True),))
+    )
+    found = [plain]
+    if not graph.residuals and not any(e.loop for e in graph.equations):
+        return found
+    loops: dict[int, list[LoopPlan]] = {}
+    for e in graph.equations:
+        if e.loop is not None:
+            tick(f"the scan at {e.module or 'the top'}")
+            loops[e.index] = loop_plans(e)
+    seen: set[tuple[Segment, ...]] = set()
+    try:
+        for schedule in _proposals(graph, loops, levels, slots, tick):
+            if schedule not in seen:
+                seen.add(schedule)
+                cost = simulate(graph, schedule, host_bandwidth=host_bandwidth)
+                found.append(Candidate(schedule, cost))
+    except KeyboardInterrupt:
+        if len(found) < 2:
+            raise
+    return pareto(found)
+
+
+def _proposals(
+    graph: CostGraph,
+    loops: dict[int, list[LoopPlan]],
+    levels: int,
+    slots: int,
+    tick: Callable[[str], None],
+) -> Iterable[tuple[Segment, ...]]:
+    cutter = _Cutter(graph)
+    tick("what to keep")
+    prices = _prices(graph, levels)
+    everywhere = list(dict.fromkeys([frozenset(), *(cutter.cut(p)[0] for p in prices)]))
+    fine = positions(graph, everywhere)
+    coarse = _coarser(graph, fine, everywhere)
+    for cuts in [fine] if coarse == fine else [fine, coarse]:
+        chain = _Chain(graph, cuts)
+        handed = {t for t, _, _ in chain.crossing}
+        keeps = dict.fromkeys(everywhere)
+        for price in prices:
+            keeps.setdefault(cutter.cut(price, free=handed)[0])
+        composer = _Composer(chain, [chain.level(k) for k in _distinct(graph, keeps)], loops)
+        top = float(simulate(graph, (Segment(0, cuts[-1], plain=True),)).peak_bytes)
+        for share in (1.0, 0.3, 0.1):
+            tick(f"schedules of {chain.count} blocks")
+            composer.size = top * share * 1.02 / slots
+            found = composer.solve(top * share * 1.02, slots)
+            yield from found[:: max(1, len(found) // 40)]
+
+
+def _distinct(graph: CostGraph, keeps: Iterable[frozenset[int]]) -> list[frozenset[int]]:
+    """Leave out sets that differ from an earlier one by next to nothing."""
+    total = sum(graph.tensors[t].bytes for t in graph.residuals) or 1
+    found: list[frozenset[int]] = []
+    for keep in keeps:
+        apart = (sum(graph.tensors[t].bytes for t in keep ^ other) for other in found)
+        if all(a > 0.002 * total for a in apart):
+            found.append(keep)
+    return found
+
+
+def _coarser(
+    graph: CostGraph, cuts: list[int], keeps: Sequence[frozenset[int]], most: int = 40
+) -> list[int]:
+    """Cuts for larger blocks: those where the fewest bytes are alive."""
+    if len(cuts) <= most:
+        return cuts
+    forced = _forced(graph)
+    chosen = _spread(graph, [c for c in cuts if c not in forced], most, keeps)
+    return sorted(forced | set(chosen))
+
+
+def pareto(found: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates that no other beats in both peak and extra time, smallest peak first."""
+    kept: list[Candidate] = []
+    for c in sorted(found, key=lambda c: (c.cost.peak_bytes, c.cost.extra_seconds)):
+        if not kept or c.cost.extra_seconds < kept[-1].cost.extra_seconds * (1 - 1e-6):
+            kept.append(c)
+    return kept
+
+
+# -- scans ----------------------------------------------------------------------------------------
+
+
+def loop_plans(e: Any, most: int = 48) -> list[LoopPlan]:
+    """Return ways to run a scan: its body's schedules, two depth ranges, groups."""
+    loop = e.loop
+    n = len(loop.graph.equations)
+    plain = (Segment(0, n, plain=True),)
+    whole = (Segment(0, n),)
+    bodies = [c.schedule for c in candidates(loop.graph, levels=8, slots=120)]
+    if whole not in bodies:
+        bodies.append(whole)
+    length = loop.length
+    one = [LoopPlan(((length, 1, body),)) for body in dict.fromkeys([plain, *bodies])]
+    cost = {p: loop_cost(loop, p) for p in one}
+    hull = _best(one, cost)
+    found = list(hull)
+    for a, b in zip(hull, hull[1:]):
+        for share in (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875):
+            first = round(length * share)
+            if 0 < first < length:
+                parts = ((first, 1, b.parts[0][2]), (length - first, 1, a.parts[0][2]))
+                found.append(LoopPlan(parts))
+    lean = hull[0].parts[0][2]
+    for group in range(2, min(length, 16)):
+        for body in dict.fromkeys([lean, whole]):
+            found.append(LoopPlan(((length, group, body),)))
+    cost |= {p: loop_cost(loop, p) for p in found}
+    kept = _best(found, cost)
+    step = max(1, len(kept) // most)
+    return kept[::step] + ([kept[-1]] if (len(kept) - 1) % step else [])
+
+
+def _best(plans: Sequence[LoopPlan], cost: dict[LoopPlan, Simulated]) -> list[LoopPlan]:
+    kept: list[LoopPlan] = []
+    for p in sorted(plans, key=lambda p: (cost[p].peak_bytes, cost[p].extra_seconds)):
+        if not kept or cost[p].extra_seconds < cost[kept[-1]].extra_seconds * (1 - 1e-6):
+            kept.append(p)
+    return kept
