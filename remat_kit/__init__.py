@@ -24,6 +24,13 @@ from remat_kit._fit import MaxBatch as MaxBatch
 from remat_kit._fit import fit as fit
 from remat_kit._fit import max_batch as max_batch
 from remat_kit._lint import Lint as Lint
+from remat_kit._plan import Frontier as Frontier
+from remat_kit._plan import ModulePlan as ModulePlan
+from remat_kit._plan import Plan as Plan
+from remat_kit._plan import Point as Point
+from remat_kit._plan import estimate as estimate
+from remat_kit._plan import frontier as frontier
+from remat_kit._plan import plan as plan
 from remat_kit._policy import Decision as Decision
 from remat_kit._policy import Policy as Policy
 from remat_kit._policy import Selector as Selector
@@ -44,6 +51,7 @@ from remat_kit._policy import named_regex as named_regex
 from remat_kit._policy import nested as nested
 from remat_kit._policy import nothing as nothing
 from remat_kit._policy import offload as offload
+from remat_kit._policy import planned as planned
 from remat_kit._policy import primitive as primitive
 from remat_kit._policy import recompute as recompute
 from remat_kit._policy import save as save

@@ -109,8 +109,8 @@ class Equation:
         keeps: those of ``needs`` that its derivative reads as they are.
         made_bytes: residuals that its derivative makes for itself (``cos x`` for ``sin x``), which
             are kept where no region recomputes them.
-        made_in_memory: those of them that the compiler writes down; on a CPU all, elsewhere those of
-            operations that do not fuse.
+        made_in_memory: those of them that the compiler writes down; on a CPU all, elsewhere
+            those of operations that do not fuse.
         flops: floating-point operations of one run.
         seconds: roofline time of one run, inside the fusions that a compiler makes.
         backward_flops: floating-point operations of its derivative.
@@ -187,7 +187,7 @@ class CostGraph:
     def gradient_bytes(self) -> tuple[int, ...]:
         """Bytes of finished or growing gradients of arguments when the backward pass is at each
         equation.
-        """  # noqa: D205
+        """
         out = [0] * (len(self.equations) + 1)
         for tensor in self.tensors:
             if tensor.gradient_bytes and tensor.users:
@@ -976,7 +976,17 @@ def is_view(eqn: Any) -> bool:
 _HEAVY = frozenset(
     {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scan", "while"}
     | {"cond", "sort", "gather", "custom_vjp_call", "pallas_call", "fft", "top_k", "shard_map"}
-    | {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "custom_call", "cumsum", "cumprod", "cummax", "cummin"}
+    | {
+        "random_bits",
+        "threefry2x32",
+        "rng_bit_generator",
+        "rng_uniform",
+        "custom_call",
+        "cumsum",
+        "cumprod",
+        "cummax",
+        "cummin",
+    }
     | {"cumlogsumexp", "cholesky", "triangular_solve", "lu", "qr", "eigh", "svd", "argsort"}
     | {"all_gather", "all_to_all", "psum", "ppermute", "reduce_scatter", "approx_top_k"}
     | {"remat2", "checkpoint", "custom_lin", "ffi_call"}

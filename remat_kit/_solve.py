@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -66,7 +67,7 @@ class Bounds:
         When the backward pass begins at most that many bytes are held, so everything else that
         it needs has to be computed again from them, at least once.
         """
-        return max((value - price * held_bytes for price, value in self.lines), default=0.0)
+        return max((float(v - price * held_bytes) for price, v in self.lines), default=0.0)
 
 
 # -- minimum cuts ---------------------------------------------------------------------------------
@@ -196,9 +197,7 @@ def _prices(graph: CostGraph, count: int) -> list[float]:
 # -- the chain ------------------------------------------------------------------------------------
 
 
-def positions(
-    graph: CostGraph, keeps: Sequence[frozenset[int]] = (), most: int = 120
-) -> list[int]:
+def positions(graph: CostGraph, keeps: Sequence[frozenset[int]] = (), most: int = 120) -> list[int]:
     """Return where to cut a program: few bytes alive, module boundaries, around each scan.
 
     A cut costs the arrays that cross it. What is kept anyway, in one of ``keeps``, crosses free.
@@ -260,7 +259,7 @@ def _module_starts(graph: CostGraph) -> set[int]:
 def _spread(
     graph: CostGraph, candidates: list[int], count: int, keeps: Sequence[frozenset[int]]
 ) -> list[int]:
-    """Keep the candidate with the fewest bytes alive in each of ``count`` equal shares of memory."""
+    """Keep the candidate with the fewest live bytes in each of ``count`` equal shares of memory."""
     live = sum((_uncovered(graph, k) for k in keeps), _uncovered(graph, frozenset()))
     kept = np.zeros(len(graph.equations) + 1)
     for t in graph.residuals:
@@ -450,9 +449,7 @@ class _Composer:
         return found
 
     def loop_items(self, b: int) -> list[_Item]:
-        (scan,) = [
-            e for e in self.chain.graph.equations[slice(*self.chain.ranges[b])] if e.loop
-        ]
+        (scan,) = [e for e in self.chain.graph.equations[slice(*self.chain.ranges[b])] if e.loop]
         assert scan.loop is not None
         found = []
         for number, plan in enumerate(self.loops.get(scan.index, ())):
@@ -475,7 +472,7 @@ class _Composer:
 
     def solve(self, top: float, slots: int) -> list[tuple[Segment, ...]]:
         """Return the schedules that are best for some memory up to ``top`` bytes."""
-        chain, k = self.chain, self.chain.count
+        k = self.chain.count
         size = top / slots
         items = self.items()
         nested = self.nested(size, slots)
@@ -683,9 +680,7 @@ def candidates(
     n = len(graph.equations)
     if n == 0:
         return []
-    plain = Candidate(
-        (Segment(0, n, plain=True),), simulate(graph, (Segment(0, n, plain=True),))
-    )
+    plain = Candidate((Segment(0, n, plain=True),), simulate(graph, (Segment(0, n, plain=True),)))
     found = [plain]
     if not graph.residuals and not any(e.loop for e in graph.equations):
         return found
@@ -758,7 +753,7 @@ def _coarser(
 
 
 def pareto(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates that no other beats in both peak and extra time, smallest peak first."""
+    """Return the candidates that no other beats in both peak and extra time, by peak."""
     kept: list[Candidate] = []
     for c in sorted(found, key=lambda c: (c.cost.peak_bytes, c.cost.extra_seconds)):
         if not kept or c.cost.extra_seconds < kept[-1].cost.extra_seconds * (1 - 1e-6):
@@ -783,7 +778,7 @@ def loop_plans(e: Any, most: int = 48) -> list[LoopPlan]:
     cost = {p: loop_cost(loop, p) for p in one}
     hull = _best(one, cost)
     found = list(hull)
-    for a, b in zip(hull, hull[1:]):
+    for a, b in itertools.pairwise(hull):
         for share in (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875):
             first = round(length * share)
             if 0 < first < length:

@@ -25,9 +25,10 @@ CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ORDER = (
     *("_errors", "_jax", "_policy", "_recipe", "_gradient", "_flax", "_graph", "_dataflow"),
     *("_region", "_schedule", "_remat", "_cache", "_hlo", "_liveness", "_anatomy", "_roofline"),
-    *("_compile_worker", "_target", "_residuals", "_cost", "_duplicates", "_lint", "_verdict", "_whatif"),
-    *("_reading", "_table", "_compare", "_diff", "_figures", "_html", "_report", "_baseline"),
-    *("testing", "_builder", "_fit", "_cli", "__init__", "__main__"),
+    *("_compile_worker", "_target", "_residuals", "_cost", "_solve", "_duplicates", "_lint"),
+    *("_verdict", "_whatif", "_reading", "_table", "_plan", "_compare", "_diff", "_figures"),
+    *("_html", "_report", "_baseline", "testing", "_builder", "_fit", "_cli", "__init__"),
+    *("__main__"),
 )
 MODULES = sorted(PACKAGE.glob("*.py"))
 
