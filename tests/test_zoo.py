@@ -497,29 +497,35 @@ def test_arguments_depend_on_the_seed_alone(name, size, blocks):
         (DENSENET, {"stages": (1, 2), "image": 32}, "DenseNet/block_2/conv_2"),
         (INCEPTION, {"batch": 1, "image": 75}, "Inception/block_10/3x3_twice_1x3/conv"),
         (LSTM, TINY, "block_scan/layer_1/gates"),
-        (MOE, TINY, "MoE/block_1/moe/router/gate"),
-        (RESIDUAL_MLP, {"batch": 1}, "ResidualMLP/block_31/down"),
+        (MOE, TINY, "MoE/block_1/attn/out"),
+        (RESIDUAL_MLP, {"layers": 2}, "ResidualMLP/block_1/down"),
         (UNET, {"image": 20, "levels": 1}, "UNet/block_bottom/conv_2"),
         (VGG, {"depth": 11}, "VGG/block_4/conv_1"),
         (VIT, TINY, "ViT/block_1/mlp/up"),
     ],
     ids=lambda value: value.__name__ if hasattr(value, "__name__") else None,
 )
-def test_blocks_have_the_paths_that_a_policy_asks_for(module, size, path):
-    loss_fn, args = module.build(**size)
-    found = equations(jax.make_jaxpr(loss_fn)(*args).jaxpr)
-    assert path in {str(e.source_info.name_stack) for e in found}
+def test_blocks_compute_in_half_precision_at_the_paths_that_a_policy_asks_for(module, size, path):
+    loss_fn, args = module.build(dtype="bf16", **size)
+    jaxpr = jax.make_jaxpr(loss_fn)(*args).jaxpr
+    assert jaxpr.outvars[0].aval.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(args[0])} == {jnp.dtype("float32")}
+    there = [e for e in equations(jaxpr) if str(e.source_info.name_stack) == path]
+    products = [e for e in there if e.primitive.name in ("dot_general", "conv_general_dilated")]
+    assert [e.outvars[0].aval.dtype for e in products] == [jnp.bfloat16]
 
 
 @pytest.mark.parametrize("module", [BERT, LLAMA_NNX, MOE, VIT], ids=lambda m: m.__name__)
 @pytest.mark.parametrize("scan", [False, True])
 def test_attention_and_feedforward_layers_name_their_values(module, scan):
-    loss_fn, args = module.build(**TINY, scan=scan)
+    loss_fn, args = module.build(**TINY, scan=scan, dtype="bf16")
     found = equations(jax.make_jaxpr(loss_fn)(*args).jaxpr)
-    names = {e.params["name"] for e in found if e.primitive.name == "name"}
+    named = {e.params["name"]: e.outvars[0].aval.dtype for e in found if e.primitive.name == "name"}
     wide = {"mlpwi_0", "mlpwi_1"} if module is LLAMA_NNX else {"mlpwi"}
-    assert names >= wide | {"query_proj", "key_proj", "value_proj", "context", "out_proj"}
-    assert names >= {"attn_out", "mlpwo"}
+    expected = wide | {"query_proj", "key_proj", "value_proj", "context", "out_proj"}
+    expected |= {"attn_out", "mlpwo"}
+    assert named.keys() >= expected
+    assert {named[name] for name in expected} == {jnp.dtype("bfloat16")}
 
 
 # -- errors ---------------------------------------------------------------------------------------
