@@ -1,4 +1,4 @@
-"""The command line: ``remat-kit inspect | diff | measure | max-batch | fit | policies | targets``.
+"""The command line: ``remat-kit inspect | diff | measure | plan | frontier | max-batch | fit | …``.
 
 Standard output is data: text for a terminal, plain when piped, JSON on request. Progress and errors
 go to standard error. Exit status: 0 done, 1 a fault of remat_kit, 2 a wrong call or a model that
@@ -115,6 +115,8 @@ def _parser() -> argparse.ArgumentParser:
         ("inspect", _inspect, "list what is saved and what is computed twice"),
         ("diff", _diff, "show the gradient programs without and with a policy, aligned"),
         ("measure", _measure, "compile for chips, present or not, and show the memory it takes"),
+        ("plan", _plan, "find the fastest schedule that fits a budget, and compile it"),
+        ("frontier", _frontier, "show every schedule worth having, without compiling"),
         ("max-batch", _max_batch, "find the largest batch that fits, by compiling a few"),
         ("fit", _fit, "say which batches fit which chips with which policies"),
     ):
@@ -134,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="say what grew and what shrank since an earlier `inspect --json PATH`",
     )
+    _add_plan(commands.choices["plan"], commands.choices["frontier"])
     _add_batch(commands.choices["max-batch"], commands.choices["fit"])
     policies = commands.add_parser(
         "policies", help="list the presets, or show one", allow_abbrev=False
@@ -186,6 +189,21 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         metavar="k=v",
         help="an argument for the builder; repeatable",
     )
+
+
+def _add_plan(plan: argparse.ArgumentParser, frontier: argparse.ArgumentParser) -> None:
+    plan.add_argument(
+        "--budget",
+        metavar="B",
+        required=True,
+        help="bytes on the device (14GiB), a fraction of the step's activations (0.5), min, free "
+        "(the least at no more than 2 %% extra time) or fit (what the chip has)",
+    )
+    plan.add_argument(
+        "--save", metavar="PATH", type=pathlib.Path, help="write the plan there, as a recipe"
+    )
+    for kind, about in (("png", "draw memory against time"), ("html", "the same as a page")):
+        frontier.add_argument(f"--{kind}", metavar="PATH", type=pathlib.Path, help=about)
 
 
 def _add_batch(max_batch: argparse.ArgumentParser, fit: argparse.ArgumentParser) -> None:
@@ -419,6 +437,55 @@ def _diff(options: argparse.Namespace) -> None:
         _write_json(options.json, job.described() | {"diffs": found})
     if options.json != "-":
         _show(*diffs.values())
+
+
+def _one_target(job: _Job) -> str:
+    if len(job.targets) > 1:
+        raise UserError(
+            f"`--target {' '.join(job.targets)}`: a plan is made for one chip",
+            hint="name one; run the command once for each",
+        )
+    return job.targets[0] if job.targets else "cpu"
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from remat_kit import _plan
+
+    _check_writable(options.json)
+    _check_writable(options.save, "save")
+    with _job(options, options.target) as job:
+        fn, args = job.builder.build(job.sizes, None)
+        with _Progress(0) as progress, job.builder.explained((fn, args)):
+            found = _plan.plan(
+                fn, *args, budget=options.budget, target=_one_target(job), progress=progress.say
+            )
+    if options.save:
+        with _explained_write(options.save, "save"):
+            found.save(options.save)
+    if options.json:
+        _write_json(options.json, job.described() | found.to_json())
+    if options.json != "-":
+        _show(found.explain())
+
+
+def _frontier(options: argparse.Namespace) -> None:
+    from remat_kit import _plan
+
+    for kind in ("json", "png", "html"):
+        _check_writable(getattr(options, kind), kind)
+    with _job(options, options.target) as job:
+        fn, args = job.builder.build(job.sizes, None)
+        with _Progress(0) as progress, job.builder.explained((fn, args)):
+            found = _plan.frontier(fn, *args, target=_one_target(job), progress=progress.say)
+    for kind in ("png", "html"):
+        path = getattr(options, kind)
+        if path:
+            with _explained_write(path, kind):
+                getattr(found, f"to_{kind}")(path)
+    if options.json:
+        _write_json(options.json, job.described() | found.to_json())
+    if options.json != "-":
+        _show(found.table())
 
 
 def _measure(options: argparse.Namespace) -> None:
@@ -687,6 +754,13 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         if self._status is not None:
             self._status.stop()
+
+    def say(self, text: str) -> None:
+        """Say what is worked on now, where the number of steps is not known."""
+        if self._status is not None:
+            self._status.update(text)
+        else:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, policy: str, targets: Sequence[str] = ()) -> None:
         """Say what is worked on now."""

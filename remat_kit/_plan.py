@@ -137,6 +137,34 @@ class Frontier:
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
+        figure = self._figure(pyplot)
+        figure.savefig(path)
+        pyplot.close(figure)
+
+    def to_html(self, path: str | pathlib.Path) -> None:
+        """Write one page with the picture and the table (extra ``plot``)."""
+        import html
+        import io
+
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        drawn = io.StringIO()
+        figure = self._figure(pyplot)
+        figure.savefig(drawn, format="svg")
+        pyplot.close(figure)
+        picture = drawn.getvalue()[drawn.getvalue().index("<svg") :]
+        title = html.escape(f"memory against time on {self.target}")
+        text = html.escape(str(self.table(most=len(self.points))))
+        pathlib.Path(path).write_text(
+            f"<!doctype html><meta charset=utf-8><title>{title}</title>"
+            f"{picture}<pre>{text}</pre>\n",
+            encoding="utf-8",
+        )
+
+    def _figure(self, pyplot: Any) -> Any:
         figure, axes = pyplot.subplots(figsize=(7, 4.5))
         memory = [p.predicted_peak_bytes / 2**20 for p in self.points]
         share = [100 * _share(p.extra_seconds, self.forward_seconds) for p in self.points]
@@ -148,8 +176,7 @@ class Frontier:
         axes.set_title(f"memory against time on {self.target}")
         axes.legend()
         figure.tight_layout()
-        figure.savefig(path)
-        pyplot.close(figure)
+        return figure
 
 
 def _share(part: float, whole: float) -> float:

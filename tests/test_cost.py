@@ -64,8 +64,9 @@ def test_fused_chains_move_their_bytes_once():
     def fused(x):
         return jnp.sum(jnp.exp(jnp.sin(x) * jnp.cos(x)))
 
-    graph = traced(fused, struct(1024))
-    fused_bytes = sum(e.seconds for e in graph.equations) * CHIP.bandwidth_bytes_per_second
+    chip = target("tpu-v5e")
+    graph = _cost.trace(fused, (struct(1024),), chip)
+    fused_bytes = sum(e.seconds for e in graph.equations) * chip.bandwidth_bytes_per_second
     assert fused_bytes < 2 * 4096 + 64
 
 
