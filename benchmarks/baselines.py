@@ -26,7 +26,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import _common
@@ -44,7 +44,7 @@ Range = tuple[int, int]
 POLICIES = ("nothing", "dots", "dots_no_batch")
 BUDGETS = tuple(i / 10 for i in range(11))
 _FEW = 4
-NEGLIGIBLE = 1 / 4096  # of what the program keeps; less counts as nothing where checkpoints are set
+NEGLIGIBLE = 1 / 2048  # of the largest array; less counts as nothing where checkpoints are set
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,9 +193,14 @@ def _bytes(graph: CostGraph, t: int) -> int:
     return tensor.bytes if tensor.in_memory else 0
 
 
+def _negligible(graph: CostGraph) -> float:
+    """Bytes of the smallest array that counts: not a random key or the mean of a normalization."""
+    return max(1.0, NEGLIGIBLE * max((t.bytes for t in graph.tensors), default=0))
+
+
 def _single_cuts(graph: CostGraph) -> list[int]:
     """Positions that one array crosses, those that take next to nothing left aside."""
-    least = NEGLIGIBLE * max(graph.saved_bytes, 1)
+    least = _negligible(graph)
     steps = [0] * (len(graph.equations) + 1)
     for tensor in graph.tensors:
         if tensor.producer >= 0 and tensor.bytes >= least and tensor.users:
@@ -263,7 +268,7 @@ class Checkpoints:
     parts: tuple[tuple[int, ...], ...]
 
 
-def optimal_checkpoints(dag: Dag, tries: int = 400) -> Checkpoints:
+def optimal_checkpoints(dag: Dag, tries: int = 200) -> Checkpoints:
     """Return the checkpoints of the least cost, over every size of the largest part.
 
     The graph is split into closed sets: vertices that meet the rest of the graph in one vertex
@@ -354,7 +359,7 @@ def _closed(dag: Dag, first: int, last: int, inner: tuple[int, ...]) -> _Closed:
             for a, b in itertools.pairwise(ends)
         )
         return found
-    parts = _components(dag, inner)
+    parts = _components(dag.before, inner)
     if len(parts) > 1:
         found.branches = tuple(_closed(dag, first, last, part) for part in parts)
     else:
@@ -374,7 +379,7 @@ def _splits(dag: Dag, first: int, last: int, inner: tuple[int, ...]) -> list[int
     return [v for v, n in zip((first, *inner, last), itertools.accumulate(passed)) if n == 0][1:-1]
 
 
-def _components(dag: Dag, vertices: Sequence[int]) -> list[tuple[int, ...]]:
+def _components(before: Any, vertices: Sequence[int]) -> list[tuple[int, ...]]:
     """The parts of a set of vertices that no edge connects, in order."""
     root = {v: v for v in vertices}
 
@@ -385,7 +390,7 @@ def _components(dag: Dag, vertices: Sequence[int]) -> list[tuple[int, ...]]:
         return v
 
     for v in vertices:
-        for u in dag.before[v]:
+        for u in before[v]:
             if u in root:
                 root[find(v)] = find(u)
     groups: dict[int, list[int]] = {}
@@ -396,39 +401,82 @@ def _components(dag: Dag, vertices: Sequence[int]) -> list[tuple[int, ...]]:
 
 def _members(dag: Dag, first: int, last: int, inner: tuple[int, ...]) -> tuple[_Closed, ...]:
     """The largest closed sets strictly inside a set, disjoint, the ends of each outside of all."""
-    order = (first, *inner, last)
-    place = {v: i for i, v in enumerate(order)}
-    behind = [0] * len(order)  # as bits: the vertices that each one reaches
-    ahead = [0] * len(order)
-    for i, v in enumerate(order):
-        for u in dag.before[v]:
-            if u in place and v != first:
-                ahead[i] |= ahead[place[u]] | 1 << place[u]
-    for i, mask in enumerate(ahead):
-        for j in _bits(mask):
-            behind[j] |= 1 << i
-    after: dict[int, set[int]] = {v: set() for v in order}
-    for v in (*inner, last):
-        for u in dag.before[v] & place.keys():
-            after[u].add(v)
-    found: list[tuple[int, int, int, tuple[int, ...]]] = []
-    for i, j in itertools.combinations(range(len(order)), 2):
-        between = behind[i] & ahead[j]
-        if not between or (i, j) == (0, len(order) - 1):
-            continue
-        for part in _components(dag, [order[k] for k in _bits(between)]):
-            own = {*part, order[i], order[j]}
-            if all((dag.before[v] & place.keys()) <= own and after[v] <= own for v in part):
-                found.append((sum(dag.rebuilt[v] for v in part), order[i], order[j], part))
+    edges = _reduced(dag, first, last, inner)
+    found = [(a, b, tuple(sorted(part))) for (a, b), part in edges.items() if part]
+    if len({v for edge in edges for v in edge}) <= _RIGID:
+        found += _closed_pairs(edges, first, last)
+    size = {part: sum(dag.rebuilt[v] for v in part) for _, _, part in found}
     chosen: list[_Closed] = []
     taken: set[int] = set()
     ends: set[int] = set()
-    for _, a, b, part in sorted(found, key=lambda f: (-f[0], -len(f[3]), f[1])):
+    for a, b, part in sorted(found, key=lambda f: (-size[f[2]], -len(f[2]), f[0])):
         if taken.isdisjoint({*part, a, b}) and ends.isdisjoint(part):
             taken.update(part)
             ends |= {a, b}
             chosen.append(_closed(dag, a, b, part))
     return tuple(sorted(chosen, key=lambda c: c.inner))
+
+
+_RIGID = 200  # vertices up to which closed sets that are no series and no branches are looked for
+
+
+def _reduced(
+    dag: Dag, first: int, last: int, inner: tuple[int, ...]
+) -> dict[tuple[int, int], list[int]]:
+    """Draw series and branches together into edges; each edge has the vertices that it stands for.
+
+    Every vertex with one way in and one way out becomes part of an edge, and edges between the same
+    two vertices become one (Valdes, Tarjan and Lawler, 1982).
+    """
+    own = {first, *inner, last}
+    edges = {(u, v): list[int]() for v in (*inner, last) for u in dag.before[v] & own}
+    ways_in: dict[int, set[int]] = {v: set() for v in own}
+    ways_out: dict[int, set[int]] = {v: set() for v in own}
+    for u, v in edges:
+        ways_in[v].add(u)
+        ways_out[u].add(v)
+    todo = list(inner)
+    while todo:
+        v = todo.pop()
+        if v in (first, last) or not (len(ways_in[v]) == len(ways_out[v]) == 1):
+            continue
+        (u,), (w,) = ways_in[v], ways_out[v]
+        ways_in[v], ways_out[v] = set(), set()
+        part = [*edges.pop((u, v)), v, *edges.pop((v, w))]
+        edges[u, w] = edges.get((u, w), []) + part
+        ways_out[u] = ways_out[u] - {v} | {w}
+        ways_in[w] = ways_in[w] - {v} | {u}
+        todo += [u, w]
+    return edges
+
+
+def _closed_pairs(
+    edges: dict[tuple[int, int], list[int]], first: int, last: int
+) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Yield the closed sets between two vertices of a graph whose edges stand for vertices."""
+    order = sorted({v for edge in edges for v in edge} - {first, last})
+    order = [first, *order, last]
+    place = {v: i for i, v in enumerate(order)}
+    before: dict[int, frozenset[int]] = {v: frozenset() for v in order}
+    after: dict[int, set[int]] = {v: set() for v in order}
+    for u, v in edges:
+        before[v] |= {u}
+        after[u].add(v)
+    ahead, behind = [0] * len(order), [0] * len(order)  # as bits: what leads there, what follows
+    for i, v in enumerate(order):
+        for u in before[v]:
+            ahead[i] |= ahead[place[u]] | 1 << place[u]
+        for j in _bits(ahead[i]):
+            behind[j] |= 1 << i
+    for i, j in itertools.combinations(range(len(order)), 2):
+        between = behind[i] & ahead[j]
+        if not between or (i, j) == (0, len(order) - 1):
+            continue
+        for part in _components(before, [order[k] for k in _bits(between)]):
+            own = {*part, order[i], order[j]}
+            if all(before[v] <= own and after[v] <= own for v in part):
+                inside = [x for (u, v), xs in edges.items() if {u, v} & {*part} for x in xs]
+                yield order[i], order[j], tuple(sorted([*part, *inside]))
 
 
 def _bits(mask: int) -> Iterator[int]:
@@ -522,9 +570,10 @@ def dag_of(graph: CostGraph) -> tuple[Dag, list[int]]:
     """Return the activations of a loss as a graph, and the equation that makes each vertex.
 
     What takes next to nothing and what the loss does not depend on is left out; a vertex behind it
-    is then computed from what came before it.
+    is then computed from what came before it. A concatenation that repeats another and appends to
+    it is computed from that one, as in the authors' DenseNet.
     """
-    least = NEGLIGIBLE * max(graph.saved_bytes, 1)
+    least = _negligible(graph)
     wanted = set(graph.outputs[:1])
     relevant: set[int] = set()
     for e in reversed(graph.equations):
@@ -533,11 +582,15 @@ def dag_of(graph: CostGraph) -> tuple[Dag, list[int]]:
             wanted.update(e.reads)
     vertex: dict[int, int] = {}  # equation -> vertex
     sources: dict[int, frozenset[int]] = {}  # equation -> the vertices that it stands for
+    joined: dict[tuple[int, ...], int] = {}  # operands of a concatenation -> its equation
     costs, before, rebuilt, equations = [0], [frozenset[int]()], [0], [-1]
     needed = {t for e in graph.equations for t in e.needs}
     for e in graph.equations:
-        read = (graph.tensors[t] for t in e.reads)
+        read = [graph.tensors[t] for t in e.reads]
         makers = [t.producer for t in read if t.producer >= 0 and t.bytes]
+        if e.primitive == "concatenate":
+            makers = _appended(graph, e, joined) or makers
+            joined[e.reads] = e.index
         sources[e.index] = frozenset().union(*(sources[m] for m in makers))
         size = sum(graph.tensors[t].bytes for t in e.makes)
         if e.index in relevant and size >= least:
@@ -553,6 +606,17 @@ def dag_of(graph: CostGraph) -> tuple[Dag, list[int]]:
         Dag((*costs, 0), (*before, ends or frozenset({0})), (*rebuilt, 0)),
         [*equations, len(graph.equations) - 1],
     )
+
+
+def _appended(
+    graph: CostGraph, e: Equation, joined: Mapping[tuple[int, ...], int]
+) -> list[int] | None:
+    """What makes the longest concatenation that one begins with, and what is appended to it."""
+    for length in range(len(e.reads) - 1, 1, -1):
+        if (known := joined.get(e.reads[:length])) is not None:
+            makers = (graph.tensors[t].producer for t in e.reads[length:])
+            return [known, *(m for m in makers if m >= 0)]
+    return None
 
 
 # -- Griewank and Walther ---------------------------------------------------------------------

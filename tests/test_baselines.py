@@ -225,6 +225,29 @@ def test_the_activations_of_a_program(stack):
     )
 
 
+def test_concatenations_are_appended_to():
+    def loss(ws, x):
+        parts = [x @ ws[0]]
+        for w in ws[1:]:
+            joined = jnp.concatenate(parts, 1)
+            parts.append(jnp.exp(joined[:, -16:] @ w))
+        return jnp.sum(jnp.exp(jnp.concatenate(parts, 1)))
+
+    shape = jax.ShapeDtypeStruct
+    args = [shape((16, 16), jnp.float32)] * 6, shape((32, 16), jnp.float32)
+    graph = _cost.trace(loss, args, CHIP)
+    dag, equations = baselines.dag_of(graph)
+    joins = [
+        v
+        for v, i in enumerate(equations[:-1])
+        if v and graph.equations[i].primitive == "concatenate"
+    ]
+    assert len(joins) == 5
+    for before, after in itertools.pairwise(joins):
+        assert before in dag.before[after]
+        assert len(dag.before[after]) <= 2
+
+
 # -- Griewank and Walther ---------------------------------------------------------------------
 
 
