@@ -224,8 +224,10 @@ class Cell(nn.Module):
                 return Separable(int(size), strides, **kinds)(x)
             case ["dil", size]:
                 return Separable(int(size), strides, dilation=2, times=1, **kinds)(x)
-            case _:
+            case ["1x7", "7x1"]:
                 return Factorized(strides, **kinds)(x)
+            case _:
+                raise ValueError(f"{text!r}: there is no operation {kind!r}")
 
 
 class CellNet(nn.Module):

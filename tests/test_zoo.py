@@ -24,7 +24,7 @@ TINY = {"size": "tiny", "batch": 2}
 CELL = {"batch": 4, "image": 8, "width": 2, "layers": 3}
 
 # Each model at a size that compiles in seconds, and its number of blocks. The first five train in
-# the default run, a few seconds of compiling each; the others take a minute and a half.
+# the default run; all others together take minutes: `pytest -m slow tests/test_zoo.py`.
 REDUCED = [
     ("residual_mlp", {"batch": 4, "features": 12, "width": 8, "layers": 4}, 4),
     ("densenet", {"batch": 2, "image": 16, "classes": 10, "growth": 4, "stages": (1, 2)}, 3),
