@@ -63,8 +63,12 @@ class AlexNet(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        for i, (channels, *shape) in enumerate(LAYERS):
-            x = Block(channels * self.width, *shape, dtype=self.dtype, name=f"block_{i}")(x)
+        for i, (channels, kernel, strides, padding, pool) in enumerate(LAYERS):
+            features = channels * self.width
+            block = Block(
+                features, kernel, strides, padding, pool, dtype=self.dtype, name=f"block_{i}"
+            )
+            x = block(x)
         x = x.reshape(x.shape[0], -1)
         init = nn.initializers.he_normal()
         drop = nn.Dropout(self.dropout, deterministic=not self.dropout, name="dropout")

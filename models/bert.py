@@ -153,7 +153,7 @@ class BERT(nn.Module):
                 Block,
                 variable_axes={"params": 0},
                 split_rngs={"params": True, "dropout": True},
-                in_axes=nn.broadcast,
+                in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
                 length=c.layers,
             )
             x, _ = layers(c, name="block_scan")(x, mask)
@@ -243,7 +243,9 @@ def build(
         rngs = {"dropout": key[0]} if key else {}
         logits = model.apply({"params": params}, tokens, segments, positions, rngs=rngs)
         losses = [
-            optax.softmax_cross_entropy_with_integer_labels(x.astype(jnp.float32), labels).mean()
+            optax.softmax_cross_entropy_with_integer_labels(
+                jnp.asarray(x, jnp.float32), labels
+            ).mean()
             for x, labels in zip(logits, (targets, follows))
         ]
         return losses[0] + losses[1]

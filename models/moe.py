@@ -275,8 +275,8 @@ def build(
     model = MoE(config)
 
     def loss_fn(params, tokens):
-        logits, balance = model.apply({"params": params}, tokens[:, :-1])
-        logits = jnp.asarray(logits, jnp.float32)
+        outputs = model.apply({"params": params}, tokens[:, :-1])
+        logits, balance = (jnp.asarray(x, jnp.float32) for x in outputs)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return losses.mean() + BALANCE * balance
 
