@@ -23,7 +23,7 @@ ELSEWHERE = {"mlp", "gpt", "gpt_nnx", "resnet"}  # in test_models.py
 TINY = {"size": "tiny", "batch": 2}
 CELL = {"batch": 4, "image": 8, "width": 2, "layers": 3}
 
-# Each model at a size that compiles in seconds, and its number of blocks. The first five train in
+# Each model at a size that compiles in seconds, and its number of blocks. The first four train in
 # the default run; all others together take minutes: `pytest -m slow tests/test_zoo.py`.
 REDUCED = [
     ("residual_mlp", {"batch": 4, "features": 12, "width": 8, "layers": 4}, 4),
@@ -48,7 +48,7 @@ REDUCED = [
 ]
 UNROLLED = [("bert", TINY, 2), ("vit", TINY, 2), ("moe", TINY, 2), ("llama_nnx", TINY, 2)]
 SAME = {"cells-nasnet", "cells-amoebanet"}  # the network of "cells-darts"
-FAST = 5
+FAST = 4
 
 
 def named(cases):
@@ -251,6 +251,15 @@ def test_residual_mlp_has_the_parameters_of_its_formula():
     block = 2 * width + (width * hidden + hidden) + (hidden * width + width)
     ends = (784 * width + width) + 2 * width + (width * 10 + 10)
     assert parameters(RESIDUAL_MLP) == 32 * block + ends == 269_480_970
+
+
+def test_the_readme_lists_the_parameters_of_every_gpt():
+    lines = (ROOT / "models" / "README.md").read_text().splitlines()
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines]
+    listed = {row[0]: row[-1] for row in rows if len(row) == 6}
+    gpt = load("gpt")
+    found = {size: f"{parameters(gpt, size=size, scan=True):,}" for size in gpt.SIZES}
+    assert {size: listed[size].replace(" ", ",") for size in found} == found
 
 
 # -- shapes ---------------------------------------------------------------------------------------
