@@ -15,7 +15,7 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -289,11 +289,12 @@ def _job(options: argparse.Namespace, targets: Sequence[str] = ()) -> Iterator[_
     chosen = tuple(dict.fromkeys(options.target or targets))
     _stay_off_the_device(chosen)
     sizes = parse_sizes(options.size)
-    policies = _checked_policies(options.policy)
+    plans = {"plan"} if options.command in ("max-batch", "fit") else set()
+    policies = _checked_policies(options.policy, plans)
     _check_targets(chosen)
     _check_writable(options.json)
     with loaded(options.model) as builder:
-        if len(policies) > 1 and options.at is None and not builder.takes_policy:
+        if set(policies[1:]) - plans and options.at is None and not builder.takes_policy:
             raise UserError(
                 f"`{options.model}`: the builder takes no policy",
                 hint="say with --at where the policies go, for example --at '*/block_*', or "
@@ -302,11 +303,12 @@ def _job(options: argparse.Namespace, targets: Sequence[str] = ()) -> Iterator[_
         yield _Job(builder, policies, chosen, options.at, sizes)
 
 
-def _checked_policies(texts: Sequence[str]) -> tuple[str, ...]:
+def _checked_policies(texts: Sequence[str], plans: Container[str] = ()) -> tuple[str, ...]:
     from remat_kit._policy import as_policy
 
     for text in texts:
-        as_policy(text, call=f"--policy {text}")
+        if text not in plans:
+            as_policy(text, call=f"--policy {text}")
     return tuple(dict.fromkeys([BASELINE, *texts]))
 
 

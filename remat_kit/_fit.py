@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 
-from remat_kit import _anatomy, _hlo, _remat, _target
+from remat_kit import _anatomy, _hlo, _plan, _remat, _target
 from remat_kit._builder import Builder, Loss
-from remat_kit._errors import CompileError, RematKitError, UserError
+from remat_kit._errors import CompileError, NotDifferentiableError, RematKitError, UserError
 from remat_kit._gradient import Argnums, abstract
 from remat_kit._policy import as_policy, format_bytes
 from remat_kit._report import NO_POLICY, policy_text, versions
@@ -29,6 +29,7 @@ from remat_kit._target import Compiled, Memory, Target
 
 Progress = Callable[[str], None]
 
+PLAN = "plan"  # a policy that is made anew for each chip and batch size
 AT_MOST = 2**20
 _FIRST = 8  # where the builder has no batch of its own
 
@@ -71,7 +72,14 @@ class Model:
                 "what is varied here",
                 hint=f"leave {self.batch_name} out of the sizes",
             )
-        some = any(as_policy(policy, call=call) is not None for policy in policies)
+        given = [policy for policy in policies if not _is_plan(policy)]
+        if len(given) < len(policies) and self.argnums is None:
+            raise UserError(
+                f"`{call}`: a plan is made for a loss, and argnums=None says that the builder "
+                "gives a whole step",
+                hint="plan the loss with `remat_kit.plan`, and build the step of the planned loss",
+            )
+        some = any(as_policy(policy, call=call) is not None for policy in given)
         if some and self.at is None and not self.builder.takes("policy"):
             raise UserError(
                 f"`{call}`: the builder `{self.builder.address}` takes no policy",
@@ -79,9 +87,14 @@ class Model:
                 "give the builder a parameter `policy`",
             )
 
-    def loss(self, policy: Any, batch: int) -> Loss:
-        """Build the loss for a batch size, with a policy on it."""
+    def loss(self, policy: Any, batch: int, chip: Target | None = None) -> Loss:
+        """Build the loss for a batch size, with a policy on it, or the plan of least memory."""
         sizes = {**self.sizes, self.batch_name: batch}
+        if _is_plan(policy):
+            fn, args = self.builder.build(sizes)
+            with self.builder.explained((fn, args)):
+                found = _plan.frontier(fn, *args, target=chip or "cpu", argnums=self._argnums)
+            return _remat.policy(found.policy(found.points[0]))(fn), args
         if policy is None or policy == NO_POLICY:
             return self.builder.build(sizes)
         if self.at is None:
@@ -107,6 +120,23 @@ class Model:
             with self.builder.explained(self.loss(None, batch)):
                 raise
 
+    def planned(self, batch: int, chip: Target) -> Loss:
+        """Build the loss with the fastest plan that fits; where none does, that of least memory."""
+        fn, args = self.loss(None, batch)
+        try:
+            with self.builder.explained((fn, args)):
+                plan = _plan.plan(fn, *args, budget="fit", target=chip, argnums=self._argnums)
+        except NotDifferentiableError:
+            raise
+        except UserError:
+            return self.loss(PLAN, batch, chip)
+        return _remat.policy(plan)(fn), args
+
+    @property
+    def _argnums(self) -> int | Sequence[int]:
+        assert self.argnums is not None
+        return self.argnums
+
     def first_batch(self) -> int:
         """Return the builder's own batch size, if it has one."""
         given = _parameters(self.builder.function).get(self.batch_name)
@@ -114,6 +144,10 @@ class Model:
         if isinstance(default, int) and not isinstance(default, bool) and default > 0:
             return default
         return _FIRST
+
+
+def _is_plan(policy: Any) -> bool:
+    return isinstance(policy, str) and policy == PLAN
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -225,6 +259,7 @@ class MaxBatch(_Shown):
         step: batch sizes are multiples of this.
         trials: every program that was compiled, in order.
         step_seconds: a lower bound of the step at ``batch``, by the roofline; None when none fits.
+            With ``"plan"`` of the fastest plan that fits there.
         complete: whether the search ended by itself; it did not when it was interrupted.
         notes: what to know about the answer.
     """
@@ -383,7 +418,8 @@ def max_batch(
         build: called as ``build(batch=n)``, and with ``policy=`` too where there is a policy and no
             ``at``; returns ``(loss_fn, args)``. Other sizes are given with `functools.partial`.
         target: the chip; ``h100@40GiB`` is one with less memory.
-        policy: as `remat_kit.policy` takes it; None for none.
+        policy: as `remat_kit.policy` takes it; None for none; ``"plan"`` for a plan that is made
+            for each batch size, of the least memory.
         at: the module paths that the policy is applied at, not through the builder.
         batch_name: the builder's parameter for the batch size.
         start: the first batch size to compile; by default the builder's own.
@@ -481,6 +517,12 @@ class _Search:
                 raise
             complete = False
         best = self.best
+        if best is not None and complete and _is_plan(self.policy):
+            progress(f"{self.described(self.low)}: the fastest plan")
+            faster = self.model.compiled(
+                self.model.planned(self.low, self.chip), self.low, self.chip, self.call
+            )
+            best = faster if faster.memory.fits else best
         return MaxBatch(
             batch=self.low,
             policy=policy_text(self.policy),
@@ -539,7 +581,7 @@ class _Search:
         return (memory.temp_bytes or 0) / self.trials[0].batch if memory is not None else 0.0
 
     def tried(self, batch: int) -> Trial:
-        loss = self.model.loss(self.policy, batch)
+        loss = self.model.loss(self.policy, batch, self.chip)
         try:
             compiled = self.model.compiled(loss, batch, self.chip, self.call)
         except CompileError as error:
@@ -577,7 +619,7 @@ class _Search:
         return text + (f" ({', '.join(known)})" if known else "")
 
     def notes(self, complete: bool) -> tuple[str, ...]:
-        memories = [t.memory for t in self.trials if t.memory is not None]
+        shown = next((t for t in self.trials if t.batch == self.low), self.trials[-1]).memory
         found = [] if complete else ["interrupted: a larger batch may fit"]
         if complete and self.low == self.at_most:
             found.append(f"nothing above {self.at_most} was tried")
@@ -586,7 +628,7 @@ class _Search:
             if fixed > self.chip.memory_bytes:
                 found.append(f"arguments and results alone take {format_bytes(fixed)}")
         found += [f"{t.batch}: {t.reason}" for t in self.trials if t.reason]
-        return tuple(dict.fromkeys([*found, *(n for m in memories for n in m.notes)]))
+        return (*found, *(() if shown is None else shown.notes))
 
 
 _PATIENCE = 8  # programs after which the bracket is halved, whatever the line says
@@ -792,7 +834,8 @@ def fit(
     Args:
         build, at, batch_name, argnums, donate_argnums, progress: as for `max_batch`.
         batches: the batch sizes.
-        policies: each as `remat_kit.policy` takes it; ``none`` is always the first.
+        policies: each as `remat_kit.policy` takes it; ``none`` is always the first. ``"plan"`` is
+            the fastest plan that fits, made for each chip and batch size.
         targets: the chips, or their names.
 
     Returns:
@@ -864,7 +907,8 @@ def _so_far(cells: Sequence[Cell], chip: Target) -> str:
 
 
 def _cell(model: Model, name: str, policy: Any, chip: Target, batch: int, call: str) -> Cell:
-    compiled = model.compiled(model.loss(policy, batch), batch, chip, call)
+    loss = model.planned(batch, chip) if _is_plan(policy) else model.loss(policy, batch, chip)
+    compiled = model.compiled(loss, batch, chip, call)
     return Cell(chip.name, name, batch, compiled.memory, _step_seconds(compiled, chip))
 
 

@@ -111,6 +111,10 @@ class Frontier:
         plain = {name: getattr(self, name) for name in names}
         return plain | {"points": [p.to_json() for p in self.points]}
 
+    def policy(self, point: Point) -> Planned:
+        """Return the policy that runs one of the points, for `remat_kit.policy`."""
+        return _policy_of(self.graph, point.schedule)
+
     def table(self, most: int = 24) -> Table:
         """Return at most so many of the points, spread over the range of memory."""
         rows = [

@@ -404,6 +404,49 @@ def test_what_fit_says_of_a_wrong_call(options, wanted):
         remat_kit.fit(mlp, **options)
 
 
+# -- plans ------------------------------------------------------------------------------------
+
+
+def test_a_plan_makes_as_much_room_as_any_preset():
+    preset = remat_kit.max_batch(stack, target=CHIP, policy="nothing")
+    found = remat_kit.max_batch(stack, target=CHIP, policy="plan")
+    assert found.policy == "plan"
+    assert found.batch >= preset.batch
+    fn, args = stack(batch=found.batch)
+    lean = remat_kit.frontier(fn, *args, target=CHIP)
+    memory = remat_kit.measure(remat_kit.policy(lean.policy(lean.points[0]))(fn), *args)
+    assert memory.peak_bytes == found.best.peak_bytes <= found.memory_bytes
+    # The step at that batch is the fastest that fits, not the one of least memory.
+    planned = remat_kit.plan(fn, *args, budget="fit", target=CHIP)
+    assert planned.compiled.fits
+    assert found.step_seconds > 0
+
+
+def test_a_plan_is_none_where_that_fits():
+    found = remat_kit.fit(stack, policies=["plan"], targets=[CHIP], batches=[32, 512, 4096])
+    none, plan = ({c.batch: c for c in found.cells if c.policy == p} for p in ("none", "plan"))
+    assert [plan[b].fits for b in (32, 512, 4096)] == [True, True, False]
+    assert [none[b].fits for b in (32, 512, 4096)] == [True, False, False]
+    assert plan[32].slowdown < 1.001
+    assert plan[4096].memory.peak_bytes < none[4096].memory.peak_bytes
+
+
+def test_a_plan_needs_a_loss():
+    with pytest.raises(UserError, match="a plan is made for a loss"):
+        remat_kit.max_batch(stack, policy="plan", argnums=None)
+
+
+def test_a_plan_needs_no_place_in_the_builder(run):
+    status, out, err = run(
+        *("max-batch", MLP, *SMALL, "--target", CHIP, "--policy", "plan", "--json", "-"),
+        *("--start", "64", "--at-most", "64"),
+    )
+    assert status == 0, err
+    none, plan = json.loads(out)["results"]
+    assert plan["batch"] == none["batch"] == 64
+    assert "the fastest plan" in err.splitlines()[-1]
+
+
 # -- chips that refuse ------------------------------------------------------------------------
 
 
@@ -449,14 +492,14 @@ SMALL = ("--size", *(f"{name}={value}" for name, value in SIZES.items()))
 
 def test_command_max_batch(run, tmp_path):
     path = tmp_path / "out.json"
-    chips = ("--target", CHIP, "cpu@2MiB")
+    chips = ("--target", CHIP, "cpu@2MiB", "--step", "32")
     status, out, err = run("max-batch", MLP, *SMALL, *chips, "--policy", "nothing", "--json", path)
     assert status == 0, err
     plain = json.loads(path.read_text())
     assert (plain["model"], plain["batch_name"], plain["complete"]) == (MLP, "batch", True)
     found = {(r["target"], r["policy"]): r for r in plain["results"]}
     assert list(found) == [(c, p) for c in (CHIP, "cpu@2MiB") for p in ("none", "nothing")]
-    wanted = remat_kit.max_batch(mlp, target=CHIP, policy="nothing")
+    wanted = remat_kit.max_batch(mlp, target=CHIP, policy="nothing", step=32)
     assert found[CHIP, "nothing"]["batch"] == wanted.batch
     assert out.startswith(f"the largest batch that fits, {MLP}\n")
     assert f"×{wanted.batch / found[CHIP, 'none']['batch']:.3g}" in out
