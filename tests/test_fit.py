@@ -17,7 +17,7 @@ from remat_kit._target import target
 
 ROOT = pathlib.Path(__file__).parents[1]
 MLP = "models/mlp.py:build"
-SIZES = {"features": 32, "hidden": 64, "layers": 5}
+SIZES = {"features": 32, "hidden": 128, "layers": 2}
 CHIP = "cpu@1MiB"
 mlp = functools.partial(load("mlp").build, **SIZES)
 
@@ -423,12 +423,19 @@ def test_a_plan_makes_as_much_room_as_any_preset():
 
 
 def test_a_plan_is_none_where_that_fits():
-    found = remat_kit.fit(stack, policies=["plan"], targets=[CHIP], batches=[32, 512, 4096])
+    found = remat_kit.fit(stack, policies=["plan"], targets=[CHIP], batches=[32, 512])
     none, plan = ({c.batch: c for c in found.cells if c.policy == p} for p in ("none", "plan"))
-    assert [plan[b].fits for b in (32, 512, 4096)] == [True, True, False]
-    assert [none[b].fits for b in (32, 512, 4096)] == [True, False, False]
+    assert [none[b].fits for b in (32, 512)] == [True, False]
+    assert [plan[b].fits for b in (32, 512)] == [True, True]
     assert plan[32].slowdown < 1.001
-    assert plan[4096].memory.peak_bytes < none[4096].memory.peak_bytes
+
+
+@pytest.mark.slow
+def test_where_no_plan_fits_the_least_is_shown():
+    found = remat_kit.fit(stack, policies=["plan"], targets=[CHIP], batches=[4096])
+    none, plan = found.cells
+    assert (none.fits, plan.fits) == (False, False)
+    assert plan.memory.peak_bytes < none.memory.peak_bytes
 
 
 def test_a_plan_needs_a_loss():
@@ -492,13 +499,13 @@ SMALL = ("--size", *(f"{name}={value}" for name, value in SIZES.items()))
 
 def test_command_max_batch(run, tmp_path):
     path = tmp_path / "out.json"
-    chips = ("--target", CHIP, "cpu@2MiB", "--step", "32")
-    status, out, err = run("max-batch", MLP, *SMALL, *chips, "--policy", "nothing", "--json", path)
+    given = ("--target", CHIP, "--step", "32", "--policy", "nothing", "--json", path)
+    status, out, err = run("max-batch", MLP, *SMALL, *given)
     assert status == 0, err
     plain = json.loads(path.read_text())
     assert (plain["model"], plain["batch_name"], plain["complete"]) == (MLP, "batch", True)
     found = {(r["target"], r["policy"]): r for r in plain["results"]}
-    assert list(found) == [(c, p) for c in (CHIP, "cpu@2MiB") for p in ("none", "nothing")]
+    assert list(found) == [(CHIP, "none"), (CHIP, "nothing")]
     wanted = remat_kit.max_batch(mlp, target=CHIP, policy="nothing", step=32)
     assert found[CHIP, "nothing"]["batch"] == wanted.batch
     assert out.startswith(f"the largest batch that fits, {MLP}\n")
