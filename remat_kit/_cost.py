@@ -417,8 +417,11 @@ class _Simulation:
             wanted = set[int]()
             for part in segment.inside:
                 wanted |= self.demand(part).outside | part.kept
-                if part.plain:
+                if part.plain:  # what derivatives make for themselves is made of what they need
                     wanted |= self.plain_keeps(part)
+                    wanted.update(
+                        t for e in self.graph.equations[part.start : part.stop] for t in e.needs
+                    )
         else:
             wanted = {t for e in self.graph.equations[lo:hi] for t in e.needs}
         return closure(self.graph, wanted, segment.kept, lo, hi)

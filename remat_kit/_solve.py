@@ -76,7 +76,7 @@ class Bounds:
 class _Cutter:
     """The choice between keeping and computing again, as a flow problem."""
 
-    def __init__(self, graph: CostGraph):
+    def __init__(self, graph: CostGraph, *, fused_is_free: bool = False):
         self.graph = graph
         self.wanted = list(graph.residuals)
         found = closure(graph, self.wanted, frozenset(), 0, len(graph.equations))
@@ -111,7 +111,15 @@ class _Cutter:
                     columns.append(self.tensor_node[t])
         self.rows, self.columns = np.array(rows), np.array(columns)
         self.bytes = np.array([graph.tensors[t].bytes for t in self.tensors], dtype=float)
-        self.seconds = np.array([graph.equations[i].seconds for i in self.equations])
+        self.seconds = np.array(
+            [
+                0.0
+                if fused_is_free
+                and not any(graph.tensors[t].in_memory for t in graph.equations[i].makes)
+                else graph.equations[i].seconds
+                for i in self.equations
+            ]
+        )
 
     def cut(
         self, price: float, free: Iterable[int] = (), per_bytes: Any = None
@@ -168,7 +176,8 @@ def bounds(graph: CostGraph, prices: Sequence[float] = ()) -> Bounds:
     >>> found.seconds(0) > 0, found.seconds(1e9)
     (True, 0.0)
     """
-    cutter = _Cutter(graph)
+    # Outside every region the compiler fuses what it can into its readers, for nothing.
+    cutter = _Cutter(graph, fused_is_free=True)
     lines = [(0.0, 0.0)]
     for price in prices or _prices(graph, 12):
         lines.append((price, cutter.cut(price)[1]))
@@ -209,11 +218,15 @@ def positions(graph: CostGraph, keeps: Sequence[frozenset[int]] = (), most: int 
         return list(range(n + 1))
     starts = _module_starts(graph)
     votes: dict[int, int] = {}
+    made = [e.makes for e in graph.equations]
     for keep in [frozenset(), *keeps]:
         live = _uncovered(graph, keep)
         for run in _valleys(live):
-            best = next((p for p in run if p in starts), run[-1])
-            votes[best] = votes.get(best, 0) + 1
+            # Along a plateau the arrays that cross change: a cut where a module begins, or else
+            # after everything that is written down.
+            written = [p for p in run if any(graph.tensors[t].in_memory for t in made[p - 1])]
+            for p in [p for p in run if p in starts] or written or run[-1:]:
+                votes[p] = votes.get(p, 0) + 1
     chosen = [p for p in votes if p not in forced]
     room = most - len(forced)
     if len(chosen) > room:
@@ -299,11 +312,16 @@ class _Chain:
         self.forward = np.array(
             [sum(e.seconds for e in graph.equations[lo:hi]) for lo, hi in self.ranges]
         )
-        self.plain = np.array([self.plain_bytes(lo, hi) for lo, hi in self.ranges])
         self.scans = np.array(
             [any(e.loop for e in graph.equations[lo:hi]) for lo, hi in self.ranges]
         )
         self.flowing = np.array([self.cotangents(lo, hi) for lo, hi in self.ranges])
+        # Without regions, an array in memory that some derivative reads is kept where it is made.
+        keep = plain_keeps(graph, 0, len(graph.equations))
+        own = [sum(e.made_in_memory for e in graph.equations[lo:hi]) for lo, hi in self.ranges]
+        level = self.level(frozenset(t for t in keep if graph.tensors[t].producer >= 0))
+        self.plain = np.array(own) + level.kept
+        self.plain_out = np.diagonal(level.out)
 
     @functools.cached_property
     def crossing(self) -> list[tuple[int, int, int]]:
@@ -315,12 +333,6 @@ class _Chain:
                 if last > first:
                     found.append((t.index, first, last))
         return found
-
-    def plain_bytes(self, lo: int, hi: int) -> int:
-        graph = self.graph
-        own = sum(e.made_in_memory for e in graph.equations[lo:hi])
-        kept = plain_keeps(graph, lo, hi)
-        return own + sum(graph.tensors[t].bytes for t in kept if graph.tensors[t].producer >= lo)
 
     def cotangents(self, lo: int, hi: int) -> int:
         """The most bytes of cotangents alive while the backward pass goes through a block."""
@@ -381,6 +393,8 @@ class _Item:
 
     ``form`` is "plain", "leaf" (one region), "hold" or "drop" (a region around one region per
     block), "nest" (a region that drops, around whatever the recursion finds best) or "loop".
+    ``kept`` bytes are there while later blocks are differentiated, ``stay`` of them and ``working``
+    others while these are: what was only handed on is free by then.
     """
 
     first: int
@@ -388,8 +402,14 @@ class _Item:
     form: str
     level: int
     kept: float
+    stay: float
     working: float
     seconds: float
+
+    def slots(self, size: float) -> tuple[int, int]:
+        """Return the slots of memory kept, and the slots that the item needs in all."""
+        kept = round(self.kept / size)
+        return kept, max(kept, round(self.stay / size) + math.ceil(self.working / size))
 
 
 _LONGEST = 16
@@ -402,22 +422,21 @@ class _Composer:
         self.loops = loops
         self.plain_out = chain.level(frozenset()).out
 
+    @functools.cached_property
     def items(self) -> list[list[_Item]]:
-        """Every item of a few blocks, by its first block."""
+        """The items of a few blocks that are worth having, by their first block."""
         chain = self.chain
         k = chain.count
         found: list[list[_Item]] = [[] for _ in range(k)]
         for b in range(k):
             if chain.scans[b]:
                 found[b] += self.loop_items(b)
-            found[b].append(
-                _Item(b, b, "plain", -1, float(chain.plain[b]), float(chain.flowing[b]), 0.0)
-            )
+            found[b].append(_plain_item(chain, b))
         for number, level in enumerate(self.levels):
             for s in range(k):
                 if not chain.scans[s]:
                     found[s] += self.group_items(number, level, s)
-        return found
+        return [_undominated(options) for options in found]
 
     def group_items(self, number: int, level: _Level, s: int) -> list[_Item]:
         chain = self.chain
@@ -434,16 +453,16 @@ class _Composer:
             # One region over all: what it rebuilds is there at once.
             built += level.rebuilt[j]
             merged_peak = max(merged_peak, built + chain.flowing[j])
-            found.append(_Item(s, j, "leaf", number, kept + out, merged_peak, seconds))
+            found.append(_Item(s, j, "leaf", number, kept + out, kept, merged_peak, seconds))
             # A region around one per block: what they hand on is there at once, and the rest late.
             held += level.kept[j]
             grouped_peak = max(grouped_peak, inner + level.rebuilt[j] + chain.flowing[j])
             dropped_peak = max(dropped_peak, inner + held + level.rebuilt[j] + chain.flowing[j])
             if j > s:
                 extra = seconds + between
-                found.append(_Item(s, j, "hold", number, kept + out, grouped_peak, extra))
+                found.append(_Item(s, j, "hold", number, kept + out, kept, grouped_peak, extra))
                 again = chain.forward[s : j + 1].sum() + seconds
-                found.append(_Item(s, j, "drop", number, out, dropped_peak, again))
+                found.append(_Item(s, j, "drop", number, out, 0.0, dropped_peak, again))
             inner += level.out[j, j]
             between += level.pass_on[j]
         return found
@@ -454,14 +473,15 @@ class _Composer:
         found = []
         for number, plan in enumerate(self.loops.get(scan.index, ())):
             cost = loop_cost(scan.loop, plan)
-            rest = float(self.chain.plain[b]) - scan.made_in_memory
+            stay = float(self.chain.plain[b]) - scan.made_in_memory + cost.saved_bytes
             found.append(
                 _Item(
                     b,
                     b,
                     "loop",
                     number,
-                    rest + cost.saved_bytes,
+                    stay + float(self.chain.plain_out[b]),
+                    stay,
                     float(self.chain.flowing[b]) + cost.peak_bytes - cost.saved_bytes,
                     cost.extra_seconds,
                 )
@@ -474,7 +494,7 @@ class _Composer:
         """Return the schedules that are best for some memory up to ``top`` bytes."""
         k = self.chain.count
         size = top / slots
-        items = self.items()
+        items = self.items
         nested = self.nested(size, slots)
         best = np.full((k + 1, slots + 1), np.inf)
         best[k] = 0.0
@@ -482,18 +502,17 @@ class _Composer:
         chosen: list[list[_Item]] = []
         memory = np.arange(slots + 1)
         for t in range(k - 1, -1, -1):
-            options = _undominated(items[t]) + nested[t]
+            options = items[t] + nested[t]
             chosen.append(options)
             for number, item in enumerate(options):
-                kept = round(item.kept / size)
-                need = kept + math.ceil(item.working / size)
+                kept, need = item.slots(size)
                 if need > slots:
                     continue
                 value = np.full(slots + 1, np.inf)
                 rest = memory[need:] - kept
                 value[need:] = item.seconds + best[item.last + 1][rest]
                 if item.form == "nest":
-                    value[need:] += self.inner[(item.first, item.last)][memory[need:] - kept]
+                    value[need:] += self.inner[(item.first, item.last)][memory[need:]]
                 better = value < best[t] * (1 - 1e-9)
                 best[t][better] = value[better]
                 choice[t][better] = number
@@ -514,7 +533,7 @@ class _Composer:
         while t < self.chain.count:
             item = chosen[t][choice[t][m]]
             kept = round(item.kept / size)
-            parts += self.segment(item, m - kept)
+            parts += self.segment(item, m)
             m -= kept
             t = item.last + 1
         return _merged(tuple(parts))
@@ -556,14 +575,12 @@ class _Composer:
         out = self.plain_out
         singles: list[list[_Item]] = []
         for b in range(k):
-            options = [
-                _Item(b, b, "plain", -1, float(chain.plain[b]), float(chain.flowing[b]), 0.0)
-            ]
+            options = [_plain_item(chain, b)]
             for number, level in enumerate(self.levels):
                 kept = level.kept[b] + level.out[b, b]
                 working = level.rebuilt[b] + chain.flowing[b]
                 options.append(
-                    _Item(b, b, "leaf", number, kept, float(working), float(level.rebuild[b]))
+                    _Item(b, b, "leaf", number, kept, level.kept[b], working, level.rebuild[b])
                 )
             singles.append(_undominated(options))
         self.inner_options = singles
@@ -577,9 +594,9 @@ class _Composer:
                 rest = self.inner.get((s + 1, t)) if length > 1 else np.zeros(slots + 1)
                 for number, item in enumerate(singles[s]):
                     # The last block inside a region hands on to nothing inside it.
-                    kept = item.kept if s < t else item.kept - _handed(item, out, s)
-                    kept_slots = round(max(kept, 0) / size)
-                    need = kept_slots + math.ceil(item.working / size)
+                    if s == t:
+                        item = dataclasses.replace(item, kept=item.stay)
+                    kept_slots, need = item.slots(size)
                     if need > slots or rest is None:
                         continue
                     new = item.seconds + rest[memory[need:] - kept_slots]
@@ -596,7 +613,7 @@ class _Composer:
                             forward[j + 1]
                             - forward[s]
                             + ahead
-                            + self.inner[(s, j)][memory[kept_slots:] - kept_slots]
+                            + self.inner[(s, j)][memory[kept_slots:]]
                         )
                         better = new < value[kept_slots:] * (1 - 1e-9)
                         value[kept_slots:][better] = new[better]
@@ -604,7 +621,7 @@ class _Composer:
                 self.inner[(s, t)], self.inner_choice[(s, t)] = value, pick
                 if length > 2:
                     again = float(forward[t + 1] - forward[s])
-                    found[s].append(_Item(s, t, "nest", -1, float(out[s, t]), 0.0, again))
+                    found[s].append(_Item(s, t, "nest", -1, float(out[s, t]), 0.0, 0.0, again))
         return found
 
     def backtrack(self, s: int, t: int, room: int) -> tuple[Segment, ...]:
@@ -614,23 +631,24 @@ class _Composer:
             pick = int(self.inner_choice[(s, t)][room])
             if pick >= 1000:
                 j = pick - 1000
-                room -= round(self.plain_out[s, j] / size)
                 inside = self.backtrack(s, j, room)
+                room -= round(self.plain_out[s, j] / size)
                 parts.append(Segment(cuts[s], cuts[j + 1], inside=inside, hold=False))
                 s = j + 1
                 continue
             item = self.inner_options[s][pick]
             parts += self.segment(item, room)
-            kept = item.kept if s < t else item.kept - _handed(item, self.plain_out, s)
-            room -= round(max(kept, 0) / size)
+            room -= round((item.kept if s < t else item.stay) / size)
             s += 1
         return _merged(tuple(parts))
 
     size = 1.0
 
 
-def _handed(item: _Item, out: np.ndarray, block: int) -> float:
-    return 0.0 if item.form == "plain" else float(out[block, block])
+def _plain_item(chain: _Chain, b: int) -> _Item:
+    stay = float(chain.plain[b])
+    kept = stay + float(chain.plain_out[b])
+    return _Item(b, b, "plain", -1, kept, stay, float(chain.flowing[b]), 0.0)
 
 
 def _undominated(items: Sequence[_Item]) -> list[_Item]:
@@ -639,7 +657,8 @@ def _undominated(items: Sequence[_Item]) -> list[_Item]:
     by_last: dict[int, list[_Item]] = {}
     for item in sorted(items, key=lambda i: (i.seconds, i.kept, i.working)):
         others = by_last.setdefault(item.last, [])
-        if any(o.kept <= item.kept and o.working <= item.working for o in others):
+        used = item.stay + item.working
+        if any(o.kept <= item.kept and o.stay + o.working <= used for o in others):
             continue
         others.append(item)
         found.append(item)
@@ -696,10 +715,64 @@ def candidates(
                 seen.add(schedule)
                 cost = simulate(graph, schedule, host_bandwidth=host_bandwidth)
                 found.append(Candidate(schedule, cost))
+        if n <= _SMALL:
+            return _polished(graph, pareto(found), seen, host_bandwidth)
     except KeyboardInterrupt:
         if len(found) < 2:
             raise
     return pareto(found)
+
+
+_SMALL = 32
+
+
+def _polished(
+    graph: CostGraph,
+    found: list[Candidate],
+    seen: set[tuple[Segment, ...]],
+    host_bandwidth: float,
+    most: int = 6000,
+) -> list[Candidate]:
+    """Improve schedules of a small graph one change at a time until nothing is left to improve."""
+    done: set[tuple[Segment, ...]] = set()
+    while len(seen) < most:
+        fresh = [c.schedule for c in found if c.schedule not in done]
+        if not fresh:
+            break
+        for schedule in fresh:
+            done.add(schedule)
+            for other in _neighbours(graph, schedule):
+                if other not in seen:
+                    seen.add(other)
+                    cost = simulate(graph, other, host_bandwidth=host_bandwidth)
+                    found.append(Candidate(other, cost))
+        found = pareto(found)
+    return found
+
+
+def _neighbours(graph: CostGraph, schedule: tuple[Segment, ...]) -> Iterable[tuple[Segment, ...]]:
+    """Schedules that differ in one kept array, one cut or one region."""
+    for k, s in enumerate(schedule):
+        before, after = schedule[:k], schedule[k + 1 :]
+        if s.inside or s.loops:
+            continue
+        if not s.plain:
+            yield (*before, dataclasses.replace(s, plain=True, save=frozenset()), *after)
+            for t in graph.tensors:
+                if s.start <= t.producer < s.stop and t.bytes:
+                    yield (*before, dataclasses.replace(s, save=s.save ^ {t.index}), *after)
+        else:
+            yield (*before, dataclasses.replace(s, plain=False), *after)
+        for p in range(s.start + 1, s.stop):
+            yield (*before, _part(graph, s, s.start, p), _part(graph, s, p, s.stop), *after)
+        if after and not after[0].inside and not after[0].loops:
+            both = Segment(s.start, after[0].stop, save=s.save | after[0].save)
+            yield (*before, both, *after[1:])
+
+
+def _part(graph: CostGraph, s: Segment, lo: int, hi: int) -> Segment:
+    save = frozenset(t for t in s.save if lo <= graph.tensors[t].producer < hi)
+    return Segment(lo, hi, save=save, plain=s.plain)
 
 
 def _proposals(
@@ -722,12 +795,13 @@ def _proposals(
         for price in prices:
             keeps.setdefault(cutter.cut(price, free=handed)[0])
         composer = _Composer(chain, [chain.level(k) for k in _distinct(graph, keeps)], loops)
-        top = float(simulate(graph, (Segment(0, cuts[-1], plain=True),)).peak_bytes)
+        top = float(chain.plain.sum() + chain.flowing.max())
+        steps = 4 * slots if chain.count <= 32 else slots  # short chains can have finer steps
         for share in (1.0, 0.3, 0.1):
             tick(f"schedules of {chain.count} blocks")
-            composer.size = top * share * 1.02 / slots
-            found = composer.solve(top * share * 1.02, slots)
-            yield from found[:: max(1, len(found) // 40)]
+            composer.size = top * share * 1.02 / steps
+            found = composer.solve(top * share * 1.02, steps)
+            yield from found[:: max(1, len(found) // 24)]
 
 
 def _distinct(graph: CostGraph, keeps: Iterable[frozenset[int]]) -> list[frozenset[int]]:
@@ -745,9 +819,9 @@ def _coarser(
     graph: CostGraph, cuts: list[int], keeps: Sequence[frozenset[int]], most: int = 40
 ) -> list[int]:
     """Cuts for larger blocks: those where the fewest bytes are alive."""
-    if len(cuts) <= most:
-        return cuts
     forced = _forced(graph)
+    if len(cuts) <= most:
+        return sorted(forced | set(cuts[::2]))
     chosen = _spread(graph, [c for c in cuts if c not in forced], most, keeps)
     return sorted(forced | set(chosen))
 
