@@ -27,7 +27,7 @@ CELL = {"batch": 4, "image": 8, "width": 2, "layers": 3}
 # the default run; all others together take minutes: `pytest -m slow tests/test_zoo.py`.
 REDUCED = [
     ("residual_mlp", {"batch": 4, "features": 12, "width": 8, "layers": 4}, 4),
-    ("densenet", {"batch": 2, "image": 16, "classes": 10, "growth": 4, "stages": (1, 2)}, 3),
+    ("densenet", {"batch": 2, "image": 16, "classes": 10, "growth": 4, "stages": (1, 1)}, 2),
     ("lstm", TINY, 1),
     ("unet", {"image": 20, "width": 2, "levels": 1}, 3),
     ("llama_nnx", TINY | {"scan": True}, 1),
