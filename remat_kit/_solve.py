@@ -782,6 +782,8 @@ def _proposals(
     slots: int,
     tick: Callable[[str], None],
 ) -> Iterable[tuple[Segment, ...]]:
+    if len(graph.equations) <= _TINY:
+        yield from _every_chain(len(graph.equations))
     cutter = _Cutter(graph)
     tick("what to keep")
     prices = _prices(graph, levels)
@@ -802,6 +804,18 @@ def _proposals(
             composer.size = top * share * 1.02 / steps
             found = composer.solve(top * share * 1.02, steps)
             yield from found[:: max(1, len(found) // 24)]
+
+
+_TINY = 8
+
+
+def _every_chain(n: int) -> Iterable[tuple[Segment, ...]]:
+    """Every way to cut a few equations into regions that keep nothing and stretches without."""
+    for inner in itertools.product((False, True), repeat=n - 1):
+        marks = [0, *(i for i, cut in enumerate(inner, 1) if cut), n]
+        pairs = list(itertools.pairwise(marks))
+        for plain in itertools.product((False, True), repeat=len(pairs)):
+            yield tuple(Segment(a, b, plain=p) for (a, b), p in zip(pairs, plain, strict=True))
 
 
 def _distinct(graph: CostGraph, keeps: Iterable[frozenset[int]]) -> list[frozenset[int]]:

@@ -1,0 +1,246 @@
+"""Plans: the frontier, the budget, the compiled answer, the policy that runs it."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import remat_kit
+from remat_kit import PolicyError, UnknownNameError, UserError, _plan, _recipe
+from tests import zoo  # noqa: F401 (puts models/ on the path)
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def mlp(ws, x):
+    """A residual MLP."""
+    for i, (up, down) in enumerate(ws):
+        with jax.named_scope(f"block_{i}"):
+            x = x + jnp.sin(jnp.tanh(x @ up)) @ down
+    return jnp.mean(x**2)
+
+
+def dropping(ws, x, key):
+    """The same with dropout."""
+    for i, (up, down) in enumerate(ws):
+        h = jnp.tanh(x @ up)
+        keep = jax.random.bernoulli(jax.random.fold_in(key, i), 0.9, h.shape)
+        x = x + jnp.sin(jnp.where(keep, h / 0.9, 0.0)) @ down
+    return jnp.mean(x**2)
+
+
+LAYERS, BATCH = 8, 512
+
+# There the least that small programs on the CPU compile to is mostly what they take anyway.
+lean = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA:CPU of jax 0.10")
+ARGS = ([(struct(16, 64), struct(64, 16))] * LAYERS, struct(BATCH, 16))
+
+
+def values():
+    keys = iter(jax.random.split(jax.random.key(1), 2 * LAYERS + 1))
+    ws = [
+        (jax.random.normal(next(keys), (16, 64)) / 4, jax.random.normal(next(keys), (64, 16)) / 8)
+        for _ in range(LAYERS)
+    ]
+    return ws, jax.random.normal(next(keys), (BATCH, 16))
+
+
+def scanned(ws, x):
+    return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(jnp.sin(x @ w)), None), x, ws)[0])
+
+
+SCAN_ARGS = (struct(12, 32, 32), struct(256, 32))
+
+
+@pytest.fixture(scope="module")
+def front():
+    return remat_kit.frontier(mlp, *ARGS)
+
+
+def test_frontier_says_what_every_point_takes(front):
+    plain = json.loads(json.dumps(front.to_json()))
+    assert plain["equations"] > 30
+    assert plain["planning_seconds"] < 30
+    for point in plain["points"]:
+        assert set(point) >= {
+            *("predicted_peak_bytes", "saved_bytes", "extra_seconds", "extra_flops"),
+            *("forward_flops", "bound_extra_seconds", "gap"),
+        }
+        assert point["bound_extra_seconds"] <= point["extra_seconds"]
+        assert point["gap"] >= 0
+    extra = [p["extra_seconds"] for p in plain["points"]]
+    assert extra == sorted(extra, reverse=True)
+    assert extra[-1] == 0
+    assert "extra FLOPs" in str(front)
+
+
+def test_frontier_can_be_drawn(front, tmp_path):
+    front.to_png(tmp_path / "f.png")
+    assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
+    front.to_html(tmp_path / "f.html")
+    assert "<svg" in (tmp_path / "f.html").read_text()
+
+
+@pytest.mark.parametrize("fn", [mlp, dropping])
+def test_gradients_are_those_of_the_function_at_every_budget(fn):
+    args = (*values(), jax.random.key(7))[: 2 if fn is mlp else 3]
+    found = remat_kit.frontier(fn, *args)
+    # One operation at a time: inside one program XLA may fuse, and round, in another way. For the
+    # same reason the function is taken with its jitted parts spliced in, as a plan has them.
+    plain = _plan._policy_of(found.graph, found.points[-1].schedule)
+    want = jax.value_and_grad(remat_kit.policy(plain)(fn), (0, 1))(*args)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-7)
+    jax.tree.map(close, want, jax.value_and_grad(fn, (0, 1))(*args))
+    for point in found.points[:: max(1, len(found.points) // 3)]:
+        planned = _plan._policy_of(found.graph, point.schedule)
+        got = jax.value_and_grad(remat_kit.policy(planned)(fn), (0, 1))(*args)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@lean
+def test_plan_fits_its_budget_and_peaks_do_not_jump():
+    budgets = (0.5, 0.7, 1.0)
+    plans = [remat_kit.plan(mlp, *ARGS, budget=b) for b in budgets]
+    for plan in plans:
+        assert plan.compiled_peak_bytes <= plan.budget_bytes
+        compiled = remat_kit.measure(remat_kit.policy(plan)(mlp), *ARGS)
+        assert compiled.peak_bytes <= plan.budget_bytes
+    peaks = [p.compiled_peak_bytes for p in plans]
+    assert peaks == sorted(peaks)
+    assert plans[-1].point.extra_flops == 0
+    assert plans[0].compiled.temp_bytes < plans[-1].compiled.temp_bytes
+
+
+@lean
+@pytest.mark.slow  # pytest -m slow tests/test_plan.py
+def test_residual_mlp_is_monotone_from_a_twentieth_to_all():
+    import residual_mlp
+
+    fn, args = residual_mlp.build(batch=4096, width=64, layers=12, features=64)
+    peaks = []
+    for budget in (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0):
+        try:
+            plan = remat_kit.plan(fn, *args, budget=budget)
+        except UserError:
+            assert not peaks  # only below the least
+            continue
+        assert plan.compiled_peak_bytes <= plan.budget_bytes
+        peaks.append(plan.compiled_peak_bytes)
+    assert len(peaks) >= 5
+    assert peaks == sorted(peaks)
+
+
+@lean
+def test_plan_in_words_and_as_json():
+    plan = remat_kit.plan(mlp, *ARGS, budget="min")
+    plain = json.loads(json.dumps(plan.to_json()))
+    assert set(plain) >= {
+        *("budget_bytes", "predicted_peak_bytes", "compiled_peak_bytes", "baseline_peak_bytes"),
+        *("extra_flops_fraction", "step_seconds", "minimum_bytes"),
+    }
+    assert plain["compiled_peak_bytes"] < plain["baseline_peak_bytes"]
+    assert plain["budget_bytes"] is None
+    table = str(plan.explain())
+    assert "block_*" in table
+    assert "recomputed" in table
+    free = remat_kit.plan(mlp, *ARGS, budget="free")
+    assert free.point.extra_seconds <= 0.02 * free.step_seconds
+
+
+@lean
+def test_a_plan_is_a_recipe(tmp_path):
+    plan = remat_kit.plan(mlp, *ARGS, budget=0.6)
+    assert _recipe.parse(repr(plan)) == plan.policy
+    plan.save(tmp_path / "plan.toml")
+    again = remat_kit.policy(str(tmp_path / "plan.toml"))(mlp)
+    assert remat_kit.measure(again, *ARGS).peak_bytes <= 1.05 * plan.compiled_peak_bytes
+
+    def changed(ws, x):
+        return jnp.exp(mlp(ws, x))
+
+    with pytest.raises(PolicyError, match="another program: exp 0 -> 1"):
+        jax.eval_shape(remat_kit.policy(plan)(changed), *ARGS)
+    other = (ARGS[0], struct(2 * BATCH, 16))
+    with pytest.raises(PolicyError, match="other shapes"):
+        jax.eval_shape(remat_kit.policy(plan)(mlp), *other)
+    loose = dataclasses.replace(plan.policy, strict=False)
+    assert remat_kit.measure(remat_kit.policy(loose)(mlp), *other).temp_bytes
+    with pytest.raises(UserError, match="at="):
+        jax.eval_shape(remat_kit.policy(plan, at="block_*")(mlp), *ARGS)
+    broken = remat_kit.planned(plan.program, "0:3 hide 1.0")
+    with pytest.raises(PolicyError, match="out of place"):
+        jax.eval_shape(remat_kit.policy(broken)(mlp), *ARGS)
+
+
+def test_plans_go_through_scans():
+    found = remat_kit.frontier(scanned, *SCAN_ARGS)
+    assert found.points[0].predicted_peak_bytes < 0.6 * found.points[-1].predicted_peak_bytes
+    plan = remat_kit.plan(scanned, *SCAN_ARGS, budget="min")
+    assert any("loop" in line for line in plan.lines)
+    assert plan.compiled.temp_bytes < plan.baseline.temp_bytes
+    key = jax.random.key(3)
+    args = jax.random.normal(key, (12, 32, 32)) / 6, jax.random.normal(key, (256, 32))
+    want = jax.jit(jax.grad(scanned))(*args)
+    for point in found.points[:: max(1, len(found.points) // 4)]:
+        planned = _plan._policy_of(found.graph, point.schedule)
+        got = jax.jit(jax.grad(remat_kit.policy(planned)(scanned)))(*args)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-8)
+
+
+def test_budgets_that_cannot_be_are_said():
+    with pytest.raises(UserError, match="arguments alone"):
+        remat_kit.plan(mlp, *ARGS, budget="1KiB")
+    with pytest.raises(UserError, match=r"least that was reached .*its peak is in the"):
+        remat_kit.plan(mlp, *ARGS, budget=0.01, compiles=2)
+    with pytest.raises(UserError, match="no amount of memory"):
+        remat_kit.plan(mlp, *ARGS, budget=0)
+    with pytest.raises(UserError):
+        remat_kit.plan(mlp, *ARGS, budget="a lot")
+    with pytest.raises(UserError, match="scalar"):
+        remat_kit.frontier(lambda x: x, struct(4))
+
+
+def test_opaque_operations_are_planned_around():
+    @jax.custom_vjp
+    def own(x):
+        return jnp.sin(x)
+
+    own.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda c, g: (2 * g * c,))
+
+    def loss(w, x):
+        for _ in range(4):
+            x = own(jnp.tanh(x @ w))
+            x = jax.lax.fori_loop(0, 3, lambda _, y: y * 1.01, x)
+        x = jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x)
+        return jnp.sum(x)
+
+    key = jax.random.key(5)
+    args = jax.random.normal(key, (32, 32)) / 6, jax.random.normal(key, (128, 32))
+    want = jax.jit(jax.grad(loss))(*args)
+    found = remat_kit.frontier(loss, *args)
+    for point in found.points[:: max(1, len(found.points) // 2)]:
+        planned = _plan._policy_of(found.graph, point.schedule)
+        got = jax.jit(jax.grad(remat_kit.policy(planned)(loss)))(*args)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_estimate_takes_names_and_modules():
+    def tower(ws, x):
+        for i, w in enumerate(ws):
+            with jax.named_scope(f"layer_{i}"):
+                x = remat_kit.name(jnp.tanh(x @ w), f"out_{i}")
+        return jnp.mean(x)
+
+    args = [struct(32, 32)] * 6, struct(1024, 32)
+    one = remat_kit.estimate(tower, *args, checkpoints=["out_2"])
+    all_ = remat_kit.estimate(tower, *args, checkpoints=["layer_*"])
+    assert one.extra_flops < all_.extra_flops
+    assert all_.saved_bytes == 5 * 1024 * 32 * 4  # the mean does not need the last
+    with pytest.raises(UnknownNameError, match="out_3"):
+        remat_kit.estimate(tower, *args, checkpoints=["out_33"])

@@ -1,0 +1,220 @@
+"""The solver: minimum cuts, the chain, and brute force on small graphs."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_kit import _cost, _solve
+from remat_kit._cost import Segment, simulate
+from remat_kit._target import target
+
+CHIP = target("cpu")
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def traced(fn, *args):
+    return _cost.trace(fn, args, CHIP)
+
+
+def tower(depth, width=16, batch=64):
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    return traced(loss, [struct(width, width)] * depth, struct(batch, width))
+
+
+def cumulative(depth, size=1024):
+    """A chain of equal steps of one operation each, whose derivative reads its input."""
+
+    def loss(x):
+        for _ in range(depth):
+            x = jnp.sin(jax.lax.cumsum(x))
+        return jnp.sum(x)
+
+    return traced(loss, struct(size))
+
+
+def work(graph, keep):
+    again = _cost.closure(graph, graph.residuals, keep, 0, len(graph.equations)).again
+    return sum(graph.equations[i].seconds for i in again)
+
+
+def size(graph, tensors):
+    return sum(graph.tensors[t].bytes for t in tensors)
+
+
+# -- minimum cuts -----------------------------------------------------------------------------
+
+
+def small_graphs():
+    def diamond(w, x):
+        a = jnp.tanh(x @ w)
+        return jnp.sum(jnp.sin(a) * jnp.exp(a @ w))
+
+    def skip(w, x):
+        a = jnp.exp(x @ w)
+        b = jnp.sin(a) @ w
+        return jnp.sum(jnp.tanh(b + a))
+
+    def dense(w, x):
+        a = jnp.tanh(x @ w)
+        b = jnp.tanh((x + a) @ w)
+        return jnp.sum(a * b * x)
+
+    return [traced(fn, struct(16, 16), struct(64, 16)) for fn in (diamond, skip, dense)]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_minimum_cut_equals_brute_force(number):
+    graph = small_graphs()[number]
+    assert len(graph.equations) <= 10
+    cutter = _solve._Cutter(graph)
+    made = [t.index for t in graph.tensors if t.producer >= 0 and t.bytes]
+    subsets = [frozenset(s) for n in range(len(made) + 1) for s in itertools.combinations(made, n)]
+    for price in _solve._prices(graph, 7):
+        keep, bound = cutter.cut(price)
+        found = price * size(graph, keep) + work(graph, keep)
+        least = min(price * size(graph, s) + work(graph, s) for s in subsets)
+        assert found == pytest.approx(least, rel=1e-5)
+        assert bound <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_no_set_of_kept_values_beats_the_bound(number):
+    graph = small_graphs()[number]
+    bounds = _solve.bounds(graph)
+    made = [t.index for t in graph.tensors if t.producer >= 0 and t.bytes]
+    for n in range(len(made) + 1):
+        for kept in map(frozenset, itertools.combinations(made, n)):
+            assert bounds.seconds(size(graph, kept)) <= work(graph, kept) * (1 + 1e-6) + 1e-15
+
+
+# -- schedules --------------------------------------------------------------------------------
+
+
+def every_schedule(graph):
+    """Every chain of regions over every cut, with every set of kept values, and plain stretches."""
+    n = len(graph.equations)
+    for count in range(n):
+        for cuts in itertools.combinations(range(1, n), count):
+            marks = [0, *cuts, n]
+            options = []
+            for a, b in itertools.pairwise(marks):
+                made = [t.index for t in graph.tensors if a <= t.producer < b and t.bytes]
+                options.append(
+                    [Segment(a, b, plain=True)]
+                    + [
+                        Segment(a, b, save=frozenset(s))
+                        for k in range(len(made) + 1)
+                        for s in itertools.combinations(made, k)
+                    ]
+                )
+            yield from itertools.product(*options)
+
+
+def test_the_frontier_is_that_of_brute_force():
+    graph = tower(2, batch=256)
+    assert len(graph.equations) <= 6
+    found = _solve.candidates(graph)
+    best = [simulate(graph, s) for s in every_schedule(graph)]
+    for budget in sorted({c.peak_bytes for c in best}):
+        least = min(c.extra_seconds for c in best if c.peak_bytes <= budget)
+        ours = [c.cost.extra_seconds for c in found if c.cost.peak_bytes <= budget]
+        assert ours, budget
+        assert min(ours) <= least * (1 + 1e-6) + 1e-15
+
+
+def test_candidates_do_not_beat_one_another():
+    found = _solve.candidates(tower(10))
+    peaks = [c.cost.peak_bytes for c in found]
+    extra = [c.cost.extra_seconds for c in found]
+    assert len(found) > 3
+    assert peaks == sorted(set(peaks))
+    assert extra == sorted(set(extra), reverse=True)
+    assert extra[-1] == 0
+    graph = tower(10)
+    bounds = _solve.bounds(graph)
+    assert all(bounds.seconds(c.cost.peak_bytes) <= c.cost.extra_seconds + 1e-12 for c in found)
+
+
+def binomial(steps, slots):
+    """Griewank's schedule: how many forward steps it runs again, and where it splits."""
+    if steps == 1:
+        return 0, 0
+    if slots == 1:
+        return sum(range(steps)), steps - 1
+    return min(
+        (k + binomial(steps - k, slots - 1)[0] + binomial(k, slots)[0], k) for k in range(1, steps)
+    )
+
+
+def binomial_schedule(marks, slots):
+    """The same as nested regions over the stretches between ``marks``."""
+    steps = len(marks) - 1
+    if steps == 1:
+        return (Segment(marks[0], marks[1]),)
+    _, k = binomial(steps, slots)
+    first = binomial_schedule(marks[: k + 1], slots)
+    if k > 1:
+        first = (Segment(marks[0], marks[k], inside=first, hold=False),)
+    return (*first, *binomial_schedule(marks[k:], max(1, slots - 1)))
+
+
+def test_homogeneous_chains_are_no_worse_than_binomial():
+    depth = 12
+    graph = cumulative(depth, size=4096)
+    starts = [e.index for e in graph.equations if e.primitive == "cumsum"]
+    marks = [*starts, len(graph.equations)]
+    found = _solve.candidates(graph)
+    for slots in (1, 2, 3, 4, 6):
+        theirs = simulate(graph, binomial_schedule(marks, slots))
+        ours = [c.cost.extra_seconds for c in found if c.cost.peak_bytes <= theirs.peak_bytes]
+        assert ours, slots
+        assert min(ours) <= theirs.extra_seconds * (1 + 1e-9), slots
+
+
+def test_cuts_are_where_little_is_alive():
+    graph = tower(20)
+    cuts = _solve.positions(graph)
+    assert cuts[0] == 0
+    assert cuts[-1] == len(graph.equations)
+    assert max(graph.live_bytes[c] for c in cuts) == 64 * 16 * 4
+
+
+def test_a_scan_has_ways_to_run_it():
+    def loss(ws, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(jnp.sin(x @ w)), None), x, ws)[0])
+
+    graph = traced(loss, struct(16, 16, 16), struct(64, 16))
+    (scan,) = [e for e in graph.equations if e.loop]
+    plans = _solve.loop_plans(scan)
+    assert any(len(p.parts) == 2 for p in plans)  # depth ranges
+    assert any(p.parts[0][1] > 1 for p in plans)  # groups
+    found = _solve.candidates(graph)
+    assert found[0].cost.peak_bytes < found[-1].cost.peak_bytes / 2
+
+
+def test_ctrl_c_gives_what_there_is():
+    graph = tower(6)
+    told = []
+
+    def tick(what):
+        told.append(what)
+        if len(told) == 3:
+            raise KeyboardInterrupt
+
+    assert len(_solve.candidates(graph, tick=tick)) >= 2
+
+
+def test_nothing_to_recompute_is_one_candidate():
+    (only,) = _solve.candidates(traced(jnp.sum, struct(8)))
+    assert only.cost.extra_seconds == 0
+    assert math.isfinite(only.cost.peak_bytes)
