@@ -158,7 +158,7 @@ class _Counter:
                     self.visit(name, times / len(branches))
             elif instruction.opcode == "call":
                 self.visit(instruction.called[0], times)
-            elif instruction.opcode not in _FREE:
+            elif instruction.opcode not in _FREE and not instruction.opcode.endswith("-done"):
                 self.count(instruction, times)
 
     def loop(self, instruction: Instruction, computation: str, times: float) -> None:
@@ -193,7 +193,7 @@ class _Counter:
         return Cost(slowest, flops, size, host, float(cycles.group(1)) if cycles else 0.0)
 
     def heavy(self, instruction: Instruction) -> list[Instruction]:
-        if instruction.opcode == "fusion" and instruction.called:
+        if instruction.opcode in _FUSIONS and instruction.called:
             return [
                 i
                 for name in instruction.called
@@ -215,6 +215,7 @@ _FREE = words(
     opt-barrier optimization-barrier parameter partition-id replica-id slice-done tuple
     async-done async-update"""
 )
+_FUSIONS = ("fusion", "fusion-start")  # the second runs on another stream
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 # JAX's default precision lets a CUDA card round float32 operands to tensorfloat32.
 _RATES = {
@@ -288,26 +289,29 @@ class _Arrays:
             (self.tree(name), sliced.get(position))
             for position, name in enumerate(dict.fromkeys(instruction.operands))
         ]
-        result = sliced.get(-1)
-        for tree, part in [*reads, (parse_shape(instruction.shape), result)]:
+        result = parse_shape(instruction.shape)
+        if instruction.opcode == "fusion-start" and isinstance(result, list):
+            result = result[1]  # between the operands and the state
+        writes = [(array, sliced.get(-1 - k)) for k, array in enumerate(leaves(result))]
+        for tree, part in [*reads, *writes]:
             for array in leaves(tree):
                 amount = min(part, array.bytes) if part is not None else array.bytes
                 if array.space == DEVICE:
                     device += amount
                 elif array.space == HOST:
                     host += amount
-        if instruction.opcode.endswith("-start"):
+        if instruction.opcode.endswith("-start") and instruction.opcode != "fusion-start":
             device /= 2  # the source stands in the result once more
         return device, host
 
     def sliced(self, instruction: Instruction) -> dict[int, float]:
-        """Return, by operand (the result is -1), the bytes really touched where only a part is."""
+        """Return the bytes touched where only a part is, by operand; results are -1, -2, …."""
         if instruction.opcode in ("dynamic-slice", "slice", "gather"):
             return {0: self.bytes(instruction.name)}
         if instruction.opcode == "dynamic-update-slice":
             update = self.bytes(instruction.operands[1])
             return {0: 0.0, -1: update}
-        if instruction.opcode != "fusion" or not instruction.called:
+        if instruction.opcode not in _FUSIONS or not instruction.called:
             return {}
         return self.sliced_by_fusion(instruction.called[0])
 
@@ -336,8 +340,20 @@ class _Arrays:
             if i.opcode == "dynamic-update-slice" and len(i.operands) > 1:
                 out[-1] = out.get(-1, 0.0) + self.bytes(i.operands[1])
         if body and body[-1].opcode == "tuple":
-            out.pop(-1, None)  # one of several results; they are counted whole
+            out = self.updated(body, set(views))
         return out | {parameters[p]: n for p, n in touched.items() if p not in whole}
+
+    def updated(self, body: Sequence[Instruction], views: set[str]) -> dict[int, float]:
+        """Of several results, the bytes written to those that update an operand in place."""
+        by_name = {i.name: i for i in body}
+        out: dict[int, float] = {}
+        for number, name in enumerate(body[-1].operands):
+            made = by_name[name]
+            while made.opcode == "bitcast":
+                made = by_name[made.operands[0]]
+            if made.opcode == "dynamic-update-slice" and made.operands[0] in views:
+                out[-1 - number] = self.bytes(made.operands[1])
+        return out
 
     def bytes(self, name: str) -> float:
         return float(sum(a.bytes for a in leaves(self.tree(name))))

@@ -311,6 +311,58 @@ def test_trip_counts_that_are_read_from_the_condition():
     assert trip_count(program, loop, "main") == 5
 
 
+_FUSED_UPDATE = """
+        %f (a: f32[8,64], i: s32[], u: f32[1,64]) -> f32[8,64] {
+          %a = f32[8,64]{1,0} parameter(0)
+          %i = s32[] parameter(1)
+          %u = f32[1,64]{1,0} parameter(2)
+          %zero = s32[] constant(0)
+          ROOT %d = f32[8,64]{1,0} dynamic-update-slice(%a, %u, %i, %zero)
+        }
+"""
+_SHAPES = "(f32[8,64]{1,0}, s32[], f32[1,64]{1,0}), f32[8,64]{1,0}, u32[]"
+
+
+def test_an_update_in_place_moves_what_it_writes_also_on_another_stream():
+    main = """
+        ENTRY %main (x: f32[8,64], i: s32[], u: f32[1,64]) -> f32[8,64] {
+          %x = f32[8,64]{1,0} parameter(0)
+          %n = s32[] parameter(1)
+          %v = f32[1,64]{1,0} parameter(2)
+          BODY
+        }"""
+    here = "ROOT %r = f32[8,64]{1,0} fusion(%x, %n, %v), kind=kLoop, calls=%f"
+    there = f"""%s = ({_SHAPES}) fusion-start(%x, %n, %v), kind=kLoop, calls=%f
+          ROOT %r = f32[8,64]{{1,0}} fusion-done(%s)"""
+    for body in (here, there):
+        program = small(_FUSED_UPDATE + main.replace("BODY", body))
+        found = estimate(program, remat_kit.target("cpu"), origins(program))
+        assert found.total.bytes == 2 * 4 * 64 + 4  # the part read and written, and its place
+
+
+def test_several_updates_in_place_move_what_they_write():
+    program = small(
+        """
+        %f (a: f32[8,64], i: s32[], u: f32[1,64]) -> (f32[1,64], f32[8,64]) {
+          %a = f32[8,64]{1,0} parameter(0)
+          %i = s32[] parameter(1)
+          %u = f32[1,64]{1,0} parameter(2)
+          %zero = s32[] constant(0)
+          %d = f32[8,64]{1,0} dynamic-update-slice(%a, %u, %i, %zero)
+          %sine = f32[1,64]{1,0} sine(%u)
+          ROOT %t = (f32[1,64]{1,0}, f32[8,64]{1,0}) tuple(%sine, %d)
+        }
+        ENTRY %main (x: f32[8,64], i: s32[], u: f32[1,64]) -> (f32[1,64], f32[8,64]) {
+          %x = f32[8,64]{1,0} parameter(0)
+          %n = s32[] parameter(1)
+          %v = f32[1,64]{1,0} parameter(2)
+          ROOT %r = (f32[1,64]{1,0}, f32[8,64]{1,0}) fusion(%x, %n, %v), kind=kLoop, calls=%f
+        }"""
+    )
+    found = estimate(program, remat_kit.target("cpu"), origins(program))
+    assert found.total.bytes == 3 * 4 * 64 + 4
+
+
 def test_costs_add_up():
     one = _roofline.Cost(1.0, 2.0, 3.0, 4.0, 5.0)
     assert one + one == one * 2 == _roofline.Cost(2.0, 4.0, 6.0, 8.0, 10.0)
