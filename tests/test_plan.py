@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import remat_kit
-from remat_kit import PolicyError, UnknownNameError, UserError, _plan, _recipe
+from remat_kit import PolicyError, UnknownNameError, UserError, _cli, _plan, _recipe
 from tests import zoo  # noqa: F401 (puts models/ on the path)
 
 
@@ -244,3 +244,24 @@ def test_estimate_takes_names_and_modules():
     assert all_.saved_bytes == 5 * 1024 * 32 * 4  # the mean does not need the last
     with pytest.raises(UnknownNameError, match="out_3"):
         remat_kit.estimate(tower, *args, checkpoints=["out_33"])
+
+
+def test_the_command_line_plans(tmp_path, capsys):
+    model = ["models/mlp.py:build", "--size", "batch=256"]
+    files = {kind: str(tmp_path / f"front.{kind}") for kind in ("json", "png", "html")}
+    asked = [word for kind, path in files.items() for word in (f"--{kind}", path)]
+    assert _cli.main(["frontier", *model, *asked]) == 0
+    shown = capsys.readouterr()
+    assert "extra FLOPs" in shown.out
+    assert "tracing" in shown.err
+    front = json.loads((tmp_path / "front.json").read_text())
+    assert len(front["points"]) >= 2
+    saved = tmp_path / "plan.toml"
+    assert _cli.main(["plan", *model, "--budget", "min", "--save", str(saved), "--json", "-"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["compiled_peak_bytes"] <= plain["baseline_peak_bytes"]
+    assert _recipe.load(str(saved)).policy == _recipe.parse(plain["policy"])
+    assert _cli.main(["plan", *model, "--budget", "1KiB"]) == 2
+    assert "arguments alone" in capsys.readouterr().err
+    assert _cli.main(["plan", *model, "--budget", "min", "--target", "cpu", "h100"]) == 2
+    assert "one chip" in capsys.readouterr().err

@@ -28,7 +28,7 @@ ORDER = (
     *("_compile_worker", "_target", "_residuals", "_cost", "_solve", "_duplicates", "_lint"),
     *("_verdict", "_whatif", "_reading", "_table", "_plan", "_compare", "_diff", "_figures"),
     *("_html", "_report", "_baseline", "testing", "_builder", "_fit", "_cli", "__init__"),
-    *("__main__"),
+    "__main__",
 )
 MODULES = sorted(PACKAGE.glob("*.py"))
 
