@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import importlib.util
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -265,3 +267,18 @@ def test_the_command_line_plans(tmp_path, capsys):
     assert "arguments alone" in capsys.readouterr().err
     assert _cli.main(["plan", *model, "--budget", "min", "--target", "cpu", "h100"]) == 2
     assert "one chip" in capsys.readouterr().err
+
+
+def test_benchmark_of_the_planner(monkeypatch, capsys, tmp_path):
+    folder = pathlib.Path(__file__).parents[1] / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    spec = importlib.util.spec_from_file_location("planner", folder / "planner.py")
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    path = tmp_path / "planner.json"
+    asked = ["--smoke", "--target", "cpu", "--budget", "free", "--json", str(path)]
+    assert bench.main(asked) == 0
+    assert "residual MLP" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    assert all(bench.fits_budget(plan) for row in rows for plan in row["plans"])
+    assert not bench.fits_budget({"budget_bytes": 1, "compiled_peak_bytes": 2})

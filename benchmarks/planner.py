@@ -1,0 +1,130 @@
+"""Time the planner on real models and hold its plans against the compiler.
+
+For each model: how long the frontier takes without compiling, and its ends. With ``--budget``, a
+plan for each of them is compiled: does it fit, how far off was the prediction, how much is computed
+twice.
+
+    python benchmarks/planner.py --json benchmarks/results/planner.json
+    python benchmarks/planner.py --model resnet50 --budget 0.37 0.62 --target cpu
+
+Exit status: 0 when done, 1 if a plan is over its budget, 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import _common
+from _common import MIB, Case
+
+import remat_kit
+
+CASES = {
+    "mlp32": Case("residual MLP, 32 blocks", "residual_mlp", {}),
+    "resnet50": Case("ResNet-50, 64 images", "resnet", {"depth": 50, "batch": 64}),
+    "resnet152": Case("ResNet-152, 16 images", "resnet", {"depth": 152, "batch": 16}),
+    "gpt12": Case("GPT, 12 layers, 8 × 1024", "gpt", {"size": "small", "batch": 8}),
+    "gpt72scan": Case("GPT, 72 layers, a scan", "gpt", {"layers": 72, "batch": 8, "scan": True}),
+    "densenet201": Case("DenseNet-201, 16 images", "densenet", {"depth": 201, "batch": 16}),
+}
+SMOKE = {
+    "mlp": Case("residual MLP, 4 blocks", "residual_mlp", {"batch": 64, "width": 8, "layers": 4}),
+    "gpt": Case("GPT, 2 layers, a scan", "gpt", {"size": "tiny", "batch": 2, "scan": True}),
+}
+
+
+def rows(cases: Sequence[Case], chip: str, budgets: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Plan each model; compile a plan for each budget."""
+    with _common.progress() as bar:
+        job = bar.add_task("", total=len(cases) * (1 + len(budgets)))
+        for case in cases:
+            bar.update(job, description=case.name)
+            fn, args = case.loss("none")
+            front = remat_kit.frontier(fn, *args, target=chip)
+            bar.advance(job)
+            plans = []
+            for budget in budgets:
+                bar.update(job, description=f"{case.name}, {budget}")
+                plans.append({"budget": budget, **_planned(fn, args, chip, budget)})
+                bar.advance(job)
+            yield {"model": case.name, "frontier": front.to_json(), "plans": plans}
+
+
+def _planned(fn: Any, args: Any, chip: str, budget: str) -> dict[str, Any]:
+    try:
+        return remat_kit.plan(fn, *args, budget=budget, target=chip).to_json()
+    except remat_kit.UserError as error:
+        return {"error": str(error)}
+
+
+def rendered(report: dict[str, Any]) -> str:
+    """Return a report as Markdown."""
+    lines = [
+        "| model | operations | planning s | points | predicted MiB | extra FLOPs at the least |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in report["rows"]:
+        front = row["frontier"]
+        first, last = front["points"][0], front["points"][-1]
+        peaks = f"{first['predicted_peak_bytes'] / MIB:,.0f} – "
+        peaks += f"{last['predicted_peak_bytes'] / MIB:,.0f}"
+        lines.append(
+            f"| {row['model']} | {front['equations']} | {front['planning_seconds']:.1f} | "
+            f"{len(front['points'])} | {peaks} | {first['extra_flops_fraction']:.3f} |"
+        )
+    if any(row["plans"] for row in report["rows"]):
+        lines += [
+            "",
+            "| model | budget | temporaries MiB, without → with | cut | extra FLOPs | "
+            "predicted / compiled peak | fits |",
+            "|---|---|---:|---:|---:|---:|---|",
+        ]
+    for row in report["rows"]:
+        lines += [_plan_line(row["model"], plan) for plan in row["plans"]]
+    about = f"Extra FLOPs in parts of the forward pass; planned for {report['chip']}."
+    return "\n".join([*lines, *_common.ending(report, about)])
+
+
+def _plan_line(model: str, plan: dict[str, Any]) -> str:
+    if "error" in plan:
+        return f"| {model} | {plan['budget']} | {plan['error'].splitlines()[0]} | | | | no |"
+    before, after = plan["baseline_temp_bytes"], plan["compiled_temp_bytes"]
+    fits = "yes" if fits_budget(plan) else "no"
+    ratio = plan["predicted_peak_bytes"] / plan["compiled_peak_bytes"]
+    return (
+        f"| {model} | {plan['budget']} | {before / MIB:,.0f} → {after / MIB:,.0f} | "
+        f"{100 * (1 - after / before):.0f} % | {plan['extra_flops_fraction']:.3f} | {ratio:.3f} | "
+        f"{fits} |"
+    )
+
+
+def fits_budget(plan: dict[str, Any]) -> bool:
+    """Tell whether a plan compiled to no more than its budget."""
+    budget = plan.get("budget_bytes")
+    return "error" in plan or budget is None or plan["compiled_peak_bytes"] <= budget
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = _common.parser(__doc__)
+    parser.add_argument("--model", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
+    parser.add_argument("--target", default="h100", help="the chip; h100 by default")
+    parser.add_argument("--budget", nargs="+", default=[], help="compile a plan for each of them")
+    options = parser.parse_args(given)
+    cases = list(SMOKE.values()) if options.smoke else [CASES[name] for name in options.model]
+    versions = {name: __import__(name).__version__ for name in ("jax", "jaxlib")}
+    report = _common.described(__file__, given, [versions])
+    report["chip"] = options.target
+    report["rows"] = list(rows(cases, options.target, options.budget))
+    table = rendered(report)
+    if options.json is not None:
+        _common.write(options.json, report, table)
+    print(table)
+    return int(not all(fits_budget(p) for row in report["rows"] for p in row["plans"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
