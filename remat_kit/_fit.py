@@ -120,8 +120,12 @@ class Model:
             with self.builder.explained(self.loss(None, batch)):
                 raise
 
-    def planned(self, batch: int, chip: Target) -> Loss:
-        """Build the loss with the fastest plan that fits; where none does, that of least memory."""
+    def planned(self, batch: int, chip: Target) -> tuple[Loss, int]:
+        """Build the loss with the fastest plan that fits; where none does, that of least memory.
+
+        Returns:
+            The loss and how many programs were compiled for the plan.
+        """
         fn, args = self.loss(None, batch)
         try:
             with self.builder.explained((fn, args)):
@@ -129,8 +133,8 @@ class Model:
         except NotDifferentiableError:
             raise
         except UserError:
-            return self.loss(PLAN, batch, chip)
-        return _remat.policy(plan)(fn), args
+            return self.loss(PLAN, batch, chip), 0
+        return (_remat.policy(plan)(fn), args), plan.tried
 
     @property
     def _argnums(self) -> int | Sequence[int]:
@@ -261,6 +265,7 @@ class MaxBatch(_Shown):
         step_seconds: a lower bound of the step at ``batch``, by the roofline; None when none fits.
             With ``"plan"`` of the fastest plan that fits there.
         complete: whether the search ended by itself; it did not when it was interrupted.
+        planning_compiles: programs that the fastest plan took beside the trials, with ``"plan"``.
         notes: what to know about the answer.
     """
 
@@ -272,6 +277,7 @@ class MaxBatch(_Shown):
     trials: tuple[Trial, ...] = dataclasses.field(repr=False)
     step_seconds: float | None
     complete: bool = True
+    planning_compiles: int = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -287,7 +293,7 @@ class MaxBatch(_Shown):
     @property
     def compiles(self) -> int:
         """How many programs the answer took; those found in the cache count too."""
-        return len(self.trials)
+        return len(self.trials) + self.planning_compiles
 
     @property
     def bytes_per_example(self) -> float | None:
@@ -312,7 +318,8 @@ class MaxBatch(_Shown):
             refused_batch, refused_peak_bytes        int    the smallest that does not fit, or null
             bytes_per_example    float  or null
             step_seconds, examples_per_second        float  bounds by the roofline, or null
-            compiles, cached     int    programs it took, and how many of them were known before
+            compiles             int    programs it took, those found in the cache too
+            cached               int    trials that were found in the cache
             complete             bool   false when it was interrupted
             trials               list   batch, fits, peak_bytes, cached, reason of each
             notes                list of str
@@ -516,12 +523,11 @@ class _Search:
             if not self.trials:
                 raise
             complete = False
-        best = self.best
+        best, planning = self.best, 0
         if best is not None and complete and _is_plan(self.policy):
             progress(f"{self.described(self.low)}: the fastest plan")
-            faster = self.model.compiled(
-                self.model.planned(self.low, self.chip), self.low, self.chip, self.call
-            )
+            loss, planning = self.model.planned(self.low, self.chip)
+            faster = self.model.compiled(loss, self.low, self.chip, self.call)
             best = faster if faster.memory.fits else best
         return MaxBatch(
             batch=self.low,
@@ -532,6 +538,7 @@ class _Search:
             trials=tuple(self.trials),
             step_seconds=None if best is None else _step_seconds(best, self.chip),
             complete=complete,
+            planning_compiles=planning,
             notes=self.notes(complete),
         )
 
@@ -907,7 +914,10 @@ def _so_far(cells: Sequence[Cell], chip: Target) -> str:
 
 
 def _cell(model: Model, name: str, policy: Any, chip: Target, batch: int, call: str) -> Cell:
-    loss = model.planned(batch, chip) if _is_plan(policy) else model.loss(policy, batch, chip)
+    if _is_plan(policy):
+        loss, _ = model.planned(batch, chip)
+    else:
+        loss = model.loss(policy, batch, chip)
     compiled = model.compiled(loss, batch, chip, call)
     return Cell(chip.name, name, batch, compiled.memory, _step_seconds(compiled, chip))
 

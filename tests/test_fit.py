@@ -419,6 +419,7 @@ def test_a_plan_makes_as_much_room_as_any_preset():
     # The step at that batch is the fastest that fits, not the one of least memory.
     planned = remat_kit.plan(fn, *args, budget="fit", target=CHIP)
     assert planned.compiled.fits
+    assert found.compiles == len(found.trials) + planned.tried
     assert found.step_seconds > 0
 
 
