@@ -265,10 +265,11 @@ def test_the_command_line_plans(tmp_path, capsys):
     assert _recipe.load(str(saved)).policy == _recipe.parse(plain["policy"])
     assert _cli.main(["plan", *model, "--budget", "1KiB"]) == 2
     assert "arguments alone" in capsys.readouterr().err
-    assert _cli.main(["plan", *model, "--budget", "min", "--target", "cpu", "h100"]) == 2
+    assert _cli.main(["plan", *model, "--budget", "min", "--target", "cpu", "cpu@1GiB"]) == 2
     assert "one chip" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # pytest -m slow tests/test_plan.py
 def test_benchmark_of_the_planner(monkeypatch, capsys, tmp_path):
     folder = pathlib.Path(__file__).parents[1] / "benchmarks"
     monkeypatch.syspath_prepend(str(folder))
