@@ -112,7 +112,7 @@ def _asked(target: str, fn: Any, args: Any, walk_bytes: int) -> dict[str, Any]:
     }
 
 
-def _percent(found: int, reference: int) -> float:
+def _percent(found: int, reference: int | None) -> float:
     return 100 * (found / reference - 1) if reference else 0.0
 
 
