@@ -1,7 +1,6 @@
 """Plans: the frontier, the budget, the compiled answer, the policy that runs it."""
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import pathlib
@@ -13,7 +12,6 @@ import pytest
 
 import remat_kit
 from remat_kit import PolicyError, UnknownNameError, UserError, _cli, _plan, _recipe
-from tests import zoo  # noqa: F401 (puts models/ on the path)
 
 
 def struct(*shape):
@@ -93,12 +91,10 @@ def test_frontier_can_be_drawn(front, tmp_path):
 def test_gradients_are_those_of_the_function_at_every_budget(fn):
     args = (*values(), jax.random.key(7))[: 2 if fn is mlp else 3]
     found = remat_kit.frontier(fn, *args)
-    # One operation at a time: inside one program XLA may fuse, and round, in another way. For the
-    # same reason the function is taken with its jitted parts spliced in, as a plan has them.
-    plain = _plan._policy_of(found.graph, found.points[-1].schedule)
-    want = jax.value_and_grad(remat_kit.policy(plain)(fn), (0, 1))(*args)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-7)
-    jax.tree.map(close, want, jax.value_and_grad(fn, (0, 1))(*args))
+    # One operation at a time, also in the parts of the function that are jitted, which a plan has
+    # spliced in: inside one program XLA may fuse, and round, in another way.
+    with jax.disable_jit():
+        want = jax.value_and_grad(fn, (0, 1))(*args)
     for point in found.points[:: max(1, len(found.points) // 3)]:
         planned = _plan._policy_of(found.graph, point.schedule)
         got = jax.value_and_grad(remat_kit.policy(planned)(fn), (0, 1))(*args)
@@ -192,7 +188,7 @@ def test_plans_go_through_scans():
     for point in found.points[:: max(1, len(found.points) // 4)]:
         planned = _plan._policy_of(found.graph, point.schedule)
         got = jax.jit(jax.grad(remat_kit.policy(planned)(scanned)))(*args)
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-8)
+        np.testing.assert_array_equal(got, want)
 
 
 def test_budgets_that_cannot_be_are_said():
@@ -229,7 +225,7 @@ def test_opaque_operations_are_planned_around():
     for point in found.points[:: max(1, len(found.points) // 2)]:
         planned = _plan._policy_of(found.graph, point.schedule)
         got = jax.jit(jax.grad(remat_kit.policy(planned)(loss)))(*args)
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(got, want)
 
 
 def test_estimate_takes_names_and_modules():
