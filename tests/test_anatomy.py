@@ -227,7 +227,7 @@ def test_seconds_of_a_real_program(target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("policy", [None, "nothing"])
+@pytest.mark.parametrize("policy", [pytest.param(None, marks=pytest.mark.slow), "nothing"])
 def test_loops_count_in_full(target, policy):
     """A scan and the same layers written out do the same work."""
     needs(target)
