@@ -472,7 +472,12 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _frontier(options: argparse.Namespace) -> None:
     from remat_kit import _plan
+    from remat_kit._figures import check_drawing, check_picture
 
+    if options.png:
+        check_picture(options.png, call=f"--png {options.png}")
+    if options.html:
+        check_drawing(call=f"--html {options.html}")
     for kind in ("json", "png", "html"):
         _check_writable(getattr(options, kind), kind)
     with _job(options, options.target) as job:

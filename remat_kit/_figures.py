@@ -1,7 +1,8 @@
-"""Pictures of a report: curves of its memory as PNG or SVG, and a trace for ui.perfetto.dev.
+"""Pictures: curves of a report's memory or of a frontier, and a trace for ui.perfetto.dev.
 
-They are drawn from the plain values of `Report.to_json`, so a report that was stored can be drawn
-again. The curves need matplotlib, which the extra ``plot`` brings; the trace needs nothing.
+They are drawn from the plain values of `Report.to_json` and `Frontier.to_json`, so what was stored
+can be drawn again. The curves need matplotlib, which the extra ``plot`` brings; the trace needs
+nothing.
 """
 
 from __future__ import annotations
@@ -112,13 +113,36 @@ def comparison(
     _finish(figure, axes, path)
 
 
-def _axes(*title: str) -> tuple[Any, Any]:
+def frontier(plain: Mapping[str, Any], path: Any, *, call: str = "to_png") -> None:
+    """Draw memory against time: the schedules, and the bound that none can beat.
+
+    Args:
+        plain: as `Frontier.to_json` gives it.
+        path: of the picture; its suffix says the format. Or a stream of text, which gets SVG.
+        call: what the error names.
+
+    Raises:
+        UserError: matplotlib is missing.
+    """
+    figure, axes = _axes(f"memory against time on {plain['target']}", call=call)
+    forward = plain["forward_seconds"] or 1.0
+    memory = [p["predicted_peak_bytes"] / _MIB for p in plain["points"]]
+    extra = [100 * p["extra_seconds"] / forward for p in plain["points"]]
+    bound = [100 * p["bound_extra_seconds"] / forward for p in plain["points"]]
+    style = {"drawstyle": "steps-post", "linewidth": 1.4}
+    axes.plot(memory, extra, marker="o", markersize=3, color=LINES[1], label="schedules", **style)
+    axes.plot(memory, bound, linestyle=(0, (4, 3)), color=LINES[0], label="bound", **style)
+    axes.set_xlabel("predicted peak, MiB")
+    _finish(figure, axes, path, ylabel="extra time, % of the forward pass")
+
+
+def _axes(*title: str, call: str = "to_png") -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError(
-            "`to_png`: matplotlib is not installed, and pictures are drawn with it",
-            hint="pip install 'remat-kit[plot]'; to_html and to_perfetto do without",
+            f"`{call}`: matplotlib is not installed, and pictures are drawn with it",
+            hint="pip install 'remat-kit[plot]'; the tables and the JSON do without",
         ) from error
     figure = Figure(figsize=(9, 4.2), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
@@ -126,15 +150,15 @@ def _axes(*title: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _finish(figure: Any, axes: Any, path: Any) -> None:
+def _finish(figure: Any, axes: Any, path: Any, ylabel: str = "device memory, MiB") -> None:
     axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
-    axes.set_ylabel("device memory, MiB")
+    axes.set_ylabel(ylabel)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="svg" if hasattr(path, "write") else None)
 
 
 def check_picture(path: Any, *, call: str) -> None:
@@ -145,7 +169,12 @@ def check_picture(path: Any, *, call: str) -> None:
             f"`{call}`: {suffix or 'no suffix'} is no format of pictures that is known",
             hint="end the name in .png, .svg or .pdf",
         )
-    _axes()
+    check_drawing(call=call)
+
+
+def check_drawing(*, call: str) -> None:
+    """Raise unless matplotlib is there."""
+    _axes(call=call)
 
 
 # -- the trace --------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import html
+import io
 import itertools
 import pathlib
 import time
@@ -18,7 +20,7 @@ from typing import Any
 
 import jax
 
-from remat_kit import _cost, _graph, _recipe, _schedule, _solve
+from remat_kit import _cost, _figures, _graph, _recipe, _schedule, _solve
 from remat_kit import _policy as algebra
 from remat_kit._cost import CostGraph, Segment, Simulated
 from remat_kit._errors import UserError, unknown
@@ -137,30 +139,25 @@ class Frontier:
         return str(self.table())
 
     def to_png(self, path: str | pathlib.Path) -> None:
-        """Draw memory against time: the points and the bound (extra ``plot``)."""
-        import matplotlib
+        """Draw memory against time: the points and the bound (extra ``plot``).
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+        Args:
+            path: of the picture; its suffix says the format: ``.png``, ``.svg`` or ``.pdf``.
 
-        figure = self._figure(pyplot)
-        figure.savefig(path)
-        pyplot.close(figure)
+        Raises:
+            UserError: matplotlib is missing, or the suffix is no format of pictures.
+        """
+        _figures.check_picture(path, call="to_png")
+        _figures.frontier(self.to_json(), path)
 
     def to_html(self, path: str | pathlib.Path) -> None:
-        """Write one page with the picture and the table (extra ``plot``)."""
-        import html
-        import io
+        """Write one page with the picture and the table (extra ``plot``).
 
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
+        Raises:
+            UserError: matplotlib is missing.
+        """
         drawn = io.StringIO()
-        figure = self._figure(pyplot)
-        figure.savefig(drawn, format="svg")
-        pyplot.close(figure)
+        _figures.frontier(self.to_json(), drawn, call="to_html")
         picture = drawn.getvalue()[drawn.getvalue().index("<svg") :]
         title = html.escape(f"memory against time on {self.target}")
         text = html.escape(str(self.table(most=len(self.points))))
@@ -169,20 +166,6 @@ class Frontier:
             f"{picture}<pre>{text}</pre>\n",
             encoding="utf-8",
         )
-
-    def _figure(self, pyplot: Any) -> Any:
-        figure, axes = pyplot.subplots(figsize=(7, 4.5))
-        memory = [p.predicted_peak_bytes / 2**20 for p in self.points]
-        share = [100 * _share(p.extra_seconds, self.forward_seconds) for p in self.points]
-        bound = [100 * _share(p.bound_extra_seconds, self.forward_seconds) for p in self.points]
-        axes.step(memory, share, where="post", marker="o", markersize=3, label="schedules")
-        axes.plot(memory, bound, linestyle="--", label="bound")
-        axes.set_xlabel("predicted peak, MiB")
-        axes.set_ylabel("extra time, % of the forward pass")
-        axes.set_title(f"memory against time on {self.target}")
-        axes.legend()
-        figure.tight_layout()
-        return figure
 
 
 def _share(part: float, whole: float) -> float:

@@ -190,8 +190,8 @@ class _Shown:
         """
         plain = self._plain()
         reports = plain["policies"]
-        _figures.check_picture(path, call="to_png")
         chosen = _figures.chosen_target(reports, target, call="to_png")
+        _figures.check_picture(path, call="to_png")
         title = plain.get("model", "")
         if len(reports) == 1:
             _figures.timeline(reports[0], chosen, path, title=title)

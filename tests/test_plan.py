@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -81,10 +82,32 @@ def test_frontier_says_what_every_point_takes(front):
 
 
 def test_frontier_can_be_drawn(front, tmp_path):
+    pytest.importorskip("matplotlib")
     front.to_png(tmp_path / "f.png")
     assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
     front.to_html(tmp_path / "f.html")
     assert "<svg" in (tmp_path / "f.html").read_text()
+
+
+@pytest.mark.parametrize("kind", ["png", "html"])
+def test_missing_matplotlib_is_named_before_the_search(kind, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    path = str(tmp_path / f"f.{kind}")
+    assert _cli.main(["frontier", "models/mlp.py:build", f"--{kind}", path]) == 2
+    said = capsys.readouterr().err
+    assert f"--{kind} {path}" in said
+    assert "remat-kit[plot]" in said
+    assert "tracing" not in said
+
+
+def test_the_command_line_draws(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    files = {kind: tmp_path / f"front.{kind}" for kind in ("png", "html")}
+    asked = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
+    assert _cli.main(["frontier", "models/mlp.py:build", *asked]) == 0
+    assert all(path.stat().st_size > 1000 for path in files.values())
+    assert _cli.main(["frontier", "models/mlp.py:build", "--png", "front.jpeg2"]) == 2
+    assert "no format of pictures" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fn", [mlp, dropping])
@@ -246,9 +269,7 @@ def test_estimate_takes_names_and_modules():
 
 def test_the_command_line_plans(tmp_path, capsys):
     model = ["models/mlp.py:build", "--size", "batch=256"]
-    files = {kind: str(tmp_path / f"front.{kind}") for kind in ("json", "png", "html")}
-    asked = [word for kind, path in files.items() for word in (f"--{kind}", path)]
-    assert _cli.main(["frontier", *model, *asked]) == 0
+    assert _cli.main(["frontier", *model, "--json", str(tmp_path / "front.json")]) == 0
     shown = capsys.readouterr()
     assert "extra FLOPs" in shown.out
     assert "tracing" in shown.err
