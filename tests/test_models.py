@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from zoo import load
+from zoo import equations, load
 
 MODELS = pathlib.Path(__file__).parents[1] / "models"
 
@@ -93,17 +93,6 @@ def assert_drawn_alike(a, b):
             np.testing.assert_array_max_ulp(np.asarray(x), np.asarray(y), maxulp=4)
         else:
             np.testing.assert_array_equal(x, y)
-
-
-def equations(jaxpr):
-    """Every equation of a jaxpr, with those of the bodies inside."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for sub in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(sub, "jaxpr", sub)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import ast
 import doctest
-import importlib.util
+import importlib
 import inspect
 import json
 import pathlib
@@ -225,13 +225,8 @@ def test_contributing_lists_the_modules_in_order():
 
 
 @pytest.fixture
-def bench(request, monkeypatch):
-    name = request.param
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
+def bench(request):
+    return importlib.import_module(request.param)
 
 
 @pytest.mark.parametrize("bench", ["import_time"], indirect=True)

@@ -1,13 +1,12 @@
 """The README: its Python runs, its commands work, its figures are those of the results."""
 
-import importlib.util
 import json
 import pathlib
 import re
 import shlex
-import sys
 
 import pytest
+import readme_table
 
 from remat_kit import _cli
 from remat_kit._target import target
@@ -77,15 +76,10 @@ def test_the_second_command_is_that_of_the_checks():
 
 
 @pytest.mark.skipif(not RESULTS.exists(), reason="no results in this checkout")
-def test_figures_are_those_of_the_results(monkeypatch):
-    script = ROOT / "benchmarks" / "readme_table.py"
-    spec = importlib.util.spec_from_file_location("readme_table", script)
-    bench = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "readme_table", bench)
-    spec.loader.exec_module(bench)
-    table = bench.rendered(json.loads(RESULTS.read_text(encoding="utf-8")))
+def test_figures_are_those_of_the_results():
+    table = readme_table.rendered(json.loads(RESULTS.read_text(encoding="utf-8")))
     assert RESULTS.with_suffix(".md").read_text(encoding="utf-8") == table + "\n"
-    assert bench.with_results(README, table) == README
+    assert readme_table.with_results(README, table) == README
 
 
 def test_links_lead_somewhere():

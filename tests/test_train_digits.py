@@ -1,35 +1,21 @@
 """The benchmark on real images: equal losses, honest exit statuses, clean errors."""
 
 import doctest
-import importlib.util
 import json
-import pathlib
-import sys
 
 import numpy as np
 import pytest
-
-SCRIPT = pathlib.Path(__file__).parents[1] / "benchmarks" / "train_digits.py"
-
-
-@pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("train_digits", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_digits"] = module  # its dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["train_digits"]
+import train_digits
 
 
-def smoke(bench, tmp_path, *more):
+def smoke(tmp_path, *more):
     path = tmp_path / "digits.json"
-    status = bench.main(["--smoke", "--epochs", "1", "--json", str(path), *more])
+    status = train_digits.main(["--smoke", "--epochs", "1", "--json", str(path), *more])
     return status, json.loads(path.read_text())
 
 
-def test_examples(bench):
-    failed, tried = doctest.testmod(bench)
+def test_examples():
+    failed, tried = doctest.testmod(train_digits)
     assert (failed, tried) == (0, 2)
 
 
@@ -37,9 +23,9 @@ def test_examples(bench):
     ("model", "given", "run"),
     [("mlp", [], ["none", "nothing", "dots"]), ("resnet", ["nothing"], ["none", "nothing"])],
 )
-def test_policies_keep_every_loss(bench, tmp_path, capsys, model, given, run):
+def test_policies_keep_every_loss(tmp_path, capsys, model, given, run):
     policies = [word for policy in given for word in ("--policy", policy)]
-    status, report = smoke(bench, tmp_path, "--model", model, *policies)
+    status, report = smoke(tmp_path, "--model", model, *policies)
     assert status == 0
     assert [each["policy"] for each in report["runs"]] == run
     assert all(len(run["losses"]) == 4 for run in report["runs"])
@@ -49,17 +35,17 @@ def test_policies_keep_every_loss(bench, tmp_path, capsys, model, given, run):
     assert "error" not in err
 
 
-def test_the_mlp_learns_the_digits(bench, tmp_path):
+def test_the_mlp_learns_the_digits(tmp_path):
     path = tmp_path / "digits.json"
     arguments = ["--model", "mlp", "--policy", "none", "--epochs", "10", "--json", str(path)]
-    assert bench.main(arguments) == 0
+    assert train_digits.main(arguments) == 0
     (run,) = json.loads(path.read_text())["runs"]
     assert len(run["losses"]) == 10 * (1437 // 64)
     assert run["accuracy"] > 0.9
     assert run["losses"][-1] < 0.3 * run["losses"][0]
 
 
-def test_a_loss_that_moves_fails_the_run(bench, tmp_path, capsys, monkeypatch):
+def test_a_loss_that_moves_fails_the_run(tmp_path, capsys, monkeypatch):
     def wrong(task, policy):
         def loss(*args):
             value, stats = task.loss(*args)
@@ -67,14 +53,14 @@ def test_a_loss_that_moves_fails_the_run(bench, tmp_path, capsys, monkeypatch):
 
         return loss
 
-    monkeypatch.setattr(bench, "with_policy", wrong)
-    status, report = smoke(bench, tmp_path, "--model", "mlp", "--policy", "dots")
+    monkeypatch.setattr(train_digits, "with_policy", wrong)
+    status, report = smoke(tmp_path, "--model", "mlp", "--policy", "dots")
     assert status == 1
     assert report["runs"][1]["max_ulps"] > 100
     assert "mlp under 'dots' is" in capsys.readouterr().err
 
 
-def test_a_loss_that_is_not_finite_fails_the_run(bench, tmp_path, monkeypatch):
+def test_a_loss_that_is_not_finite_fails_the_run(tmp_path, monkeypatch):
     def nan_loss(task, policy):
         def loss(*args):
             value, stats = task.loss(*args)
@@ -82,28 +68,28 @@ def test_a_loss_that_is_not_finite_fails_the_run(bench, tmp_path, monkeypatch):
 
         return loss
 
-    monkeypatch.setattr(bench, "with_policy", nan_loss)
-    status, report = smoke(bench, tmp_path, "--model", "mlp", "--policy", "dots")
+    monkeypatch.setattr(train_digits, "with_policy", nan_loss)
+    status, report = smoke(tmp_path, "--model", "mlp", "--policy", "dots")
     assert status == 1
     assert report["runs"][0]["losses"] == [None] * 4
     assert report["runs"][0]["max_ulps"] is None
 
 
-def test_ulps(bench):
+def test_ulps():
     one = np.ones(3, np.float32)
-    assert bench.max_ulps(one, one) == 0
-    assert bench.max_ulps(one, one + np.float32(2**-22)) == 2
-    assert bench.max_ulps(one, one * np.float32("nan")) == float("inf")
+    assert train_digits.max_ulps(one, one) == 0
+    assert train_digits.max_ulps(one, one + np.float32(2**-22)) == 2
+    assert train_digits.max_ulps(one, one * np.float32("nan")) == float("inf")
 
 
-def test_train_and_test_images_do_not_overlap(bench):
-    images, labels, test_images, test_labels = bench.digits(0)
+def test_train_and_test_images_do_not_overlap():
+    images, labels, test_images, test_labels = train_digits.digits(0)
     assert (len(images), len(test_images)) == (len(labels), len(test_labels)) == (1437, 360)
     assert images.max() == 1
     assert set(np.unique(test_labels)) == set(range(10))
-    again = bench.digits(0)
+    again = train_digits.digits(0)
     np.testing.assert_array_equal(images, again[0])
-    assert not np.array_equal(images, bench.digits(1)[0])
+    assert not np.array_equal(images, train_digits.digits(1)[0])
 
 
 @pytest.mark.parametrize(
@@ -117,14 +103,14 @@ def test_train_and_test_images_do_not_overlap(bench):
         (["--json", "no/such/folder/x.json"], "is not a file that can be written"),
     ],
 )
-def test_a_wrong_call_is_explained(bench, capsys, arguments, message):
+def test_a_wrong_call_is_explained(capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
-        bench.main(arguments)
+        train_digits.main(arguments)
     assert message in capsys.readouterr().err
 
 
-def test_an_unknown_policy_is_explained(bench, capsys):
-    assert bench.main(["--smoke", "--model", "mlp", "--policy", "dotz"]) == 2
+def test_an_unknown_policy_is_explained(capsys):
+    assert train_digits.main(["--smoke", "--model", "mlp", "--policy", "dotz"]) == 2
     err = capsys.readouterr().err
     assert "dotz" in err
     assert "hint:" in err

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from zoo import ROOT, load
+from zoo import ROOT, equations, load
 
 ALEXNET, BERT, CELLS, DENSENET = map(load, ("alexnet", "bert", "cells", "densenet"))
 INCEPTION, LLAMA_NNX, LSTM, MOE = map(load, ("inception", "llama_nnx", "lstm", "moe"))
@@ -69,17 +69,6 @@ def parameters(module, **size):
 def quick_jit(fn):
     """``jax.jit`` for programs that take longer to compile than to run."""
     return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
-
-
-def equations(jaxpr):
-    """Every equation of a jaxpr, with those of the bodies inside."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for sub in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(sub, "jaxpr", sub)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
 
 
 def test_every_file_is_tested():

@@ -1,14 +1,15 @@
-"""Loads the files of ``models/`` and ``benchmarks/``, which are programs and no package."""
+"""What the tests share about the files of ``models/``, which are programs and no package."""
 
-import importlib.util
-import pathlib
-
-ROOT = pathlib.Path(__file__).parents[1]
+from _common import ROOT as ROOT
+from _common import load as load
 
 
-def load(name, folder="models"):
-    """Run a file and return it as a module of its own, which a test may change."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def equations(jaxpr):
+    """Every equation of a jaxpr, with those of the bodies inside."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for sub in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(sub, "jaxpr", sub)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)
