@@ -1,6 +1,7 @@
 """The peak taken apart: who made what, in which phase; time, verdicts and counterfactuals."""
 
 import functools
+import re
 import textwrap
 import time
 
@@ -175,10 +176,11 @@ def test_a_scan_stacks_under_the_modules_that_fill_it():
     model, args = gpt.build(size="tiny", batch=4, scan=True)
     held = inspect(model, *args, target="cpu").readings["cpu"].peak.held
     stacked = [h for h in held if h.op == "dynamic_update_slice"]
-    # A layer norm's scale goes from one stack to another, which is the loop's own doing.
-    made = [h for h in stacked if h.shape != "f32[2,1,1,32]"]
+    made = [h for h in stacked if h.module.startswith("GPT/block_scan/")]
     assert len(made) > 5
-    assert all(h.module.startswith("GPT/block_scan/") for h in made)
+    # A layer norm's scale goes from one stack to another, reshaped, which is the loop's own doing.
+    others = {(h.module, h.shape) for h in stacked if h not in made}
+    assert others == {("GPT", "f32[2,1,1,32]")}
     assert {h.phase for h in stacked} <= {FORWARD, BACKWARD}
 
 
@@ -456,11 +458,13 @@ def test_what_recomputing_would_do_and_what_it_does():
     # The model keeps the schedule, the compiler makes a new one.
     assert MERGES or saved == pytest.approx(block.saved_bytes, rel=0.35)
     inner = next(c for c in found if c.module == "GPT/block_*/mlp")
-    # With jax 0.10 both are held up by the same next peak, in the backward pass of an mlp.
-    assert inner.saved_bytes < block.saved_bytes or (
-        MERGES and inner.next_module in block.next_module
-    )
-    assert inner.saved_bytes <= block.saved_bytes
+    if MERGES:  # both are held up by the same next peak, in the backward pass of an mlp
+        assert inner.saved_bytes <= block.saved_bytes
+        assert (inner.next_phase, block.next_phase) == (BACKWARD, BACKWARD)
+        assert re.fullmatch(r"GPT/block_\d/mlp", inner.next_module)
+        assert f"{block.next_module}/".startswith(f"{inner.next_module}/")
+    else:
+        assert inner.saved_bytes < block.saved_bytes
     assert inner.extra_flops_fraction < block.extra_flops_fraction
     assert before.to_json()["counterfactuals"]["cpu"][0]["module"] == found[0].module
 

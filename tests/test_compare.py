@@ -115,8 +115,11 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     saved = [
         next(f for f in p["against"]["figures"] if f["name"] == "saved") for p in after["policies"]
     ]
-    assert len(saved) == 2
-    assert all(f["after"] == 4 * f["before"] > 0 for f in saved)  # twice as wide, and as tall
+    # jax 0.10 keeps one more value of a tanh: it writes 1 - tanh² out.
+    values = (3 if jax.__version_info__ < (0, 11) else 2, 1)
+    assert [(f["before"], f["after"]) for f in saved] == [
+        (n * 16 * 16 * 4, n * 32 * 32 * 4) for n in values
+    ]
 
 
 def test_a_damaged_file_is_found_before_the_work(tmp_path, monkeypatch, capsys):
