@@ -614,7 +614,8 @@ def test_version_and_help(run):
     status, out, _ = run("--version")
     assert status == 0
     assert out.startswith("remat-kit")
-    for command in ("inspect", "diff", "measure", "max-batch", "fit", "policies", "targets"):
+    models = ("inspect", "diff", "measure", "plan", "frontier", "max-batch", "fit")
+    for command in (*models, "policies", "targets"):
         status, out, _ = run(command, "--help")
         assert status == 0
         assert "--json" in out

@@ -99,7 +99,6 @@ def test_the_walk_finds_what_the_compiler_says_is_alive(name, policy, chip):
     peak = anatomy(parse(compiled.hlo_text), reserved, platform=target(chip).platform).peak
     assert peak.bytes == pytest.approx(witness.live_bytes, rel=0.01)
     assert witness.reserved_bytes == pytest.approx(reserved, rel=0.01)
-    assert peak.bytes + peak.packing_bytes == reserved
     assert peak.packing_bytes == pytest.approx(witness.gap_bytes, abs=0.01 * reserved)
     mine = sorted(h.bytes for h in peak.held if h.kind == "temporary" and h.bytes > LARGE)
     assert mine == sorted(v.bytes for v in witness.alive() if v.bytes > LARGE)
