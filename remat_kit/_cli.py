@@ -202,6 +202,14 @@ def _add_plan(plan: argparse.ArgumentParser, frontier: argparse.ArgumentParser) 
     plan.add_argument(
         "--save", metavar="PATH", type=pathlib.Path, help="write the plan there, as a recipe"
     )
+    for command in (plan, frontier):
+        command.add_argument(
+            "--objective",
+            metavar="O",
+            default="balanced",
+            help="what to spend least of: time (by the chip's roofline), flops, or balanced, the "
+            "mean of both as shares of the forward pass (default)",
+        )
     for kind, about in (("png", "draw memory against time"), ("html", "the same as a page")):
         frontier.add_argument(f"--{kind}", metavar="PATH", type=pathlib.Path, help=about)
 
@@ -347,7 +355,7 @@ def _inspect(options: argparse.Namespace) -> None:
         reports = []
         with _Progress(len(losses)) as progress:
             for policy, (fn, args) in losses.items():
-                progress.step(policy, job.targets)
+                progress.compiling(policy, job.targets)
                 with job.builder.explained(losses[BASELINE]):
                     reports.append(
                         _report.inspect(
@@ -427,7 +435,7 @@ def _diff(options: argparse.Namespace) -> None:
         diffs = {}
         with _Progress(len(losses) - 1) as progress:
             for policy in job.policies[1:]:
-                progress.step(policy)
+                progress.count(policy)
                 with job.builder.explained(losses[BASELINE]):
                     after, _ = losses[policy]
                     labels = (BASELINE, policy)
@@ -457,9 +465,14 @@ def _plan(options: argparse.Namespace) -> None:
     _check_writable(options.save, "save")
     with _job(options, options.target) as job:
         fn, args = job.builder.build(job.sizes, None)
-        with _Progress(0) as progress, job.builder.explained((fn, args)):
+        with _Progress() as progress, job.builder.explained((fn, args)):
             found = _plan.plan(
-                fn, *args, budget=options.budget, target=_one_target(job), progress=progress.say
+                fn,
+                *args,
+                budget=options.budget,
+                target=_one_target(job),
+                objective=options.objective,
+                progress=progress.say,
             )
     if options.save:
         with _explained_write(options.save, "save"):
@@ -482,8 +495,14 @@ def _frontier(options: argparse.Namespace) -> None:
         _check_writable(getattr(options, kind), kind)
     with _job(options, options.target) as job:
         fn, args = job.builder.build(job.sizes, None)
-        with _Progress(0) as progress, job.builder.explained((fn, args)):
-            found = _plan.frontier(fn, *args, target=_one_target(job), progress=progress.say)
+        with _Progress() as progress, job.builder.explained((fn, args)):
+            found = _plan.frontier(
+                fn,
+                *args,
+                target=_one_target(job),
+                objective=options.objective,
+                progress=progress.say,
+            )
     for kind in ("png", "html"):
         path = getattr(options, kind)
         if path:
@@ -504,7 +523,7 @@ def _measure(options: argparse.Namespace) -> None:
         with _Progress(len(losses) * len(job.targets)) as progress:
             for policy, (fn, args) in losses.items():
                 for name in job.targets:
-                    progress.step(policy, (name,))
+                    progress.compiling(policy, (name,))
                     with job.builder.explained(losses[BASELINE]):
                         memory = measure(fn, *args, target=name)
                     found.setdefault(policy, {})[name] = memory
@@ -549,7 +568,7 @@ def _max_batch(options: argparse.Namespace) -> None:
     with _job(options, targets=("cpu",)) as job:
         model = _batch_model(job, options)
         asked = [(policy, name) for name in job.targets for policy in job.policies]
-        with _Bar(len(asked)) as bar, _interruptible() as interrupted:
+        with _Progress(len(asked)) as progress, _interruptible() as interrupted:
             for policy, name in asked:
                 found.append(
                     _fit.search(
@@ -559,13 +578,13 @@ def _max_batch(options: argparse.Namespace) -> None:
                         start=options.start,
                         step=options.step,
                         at_most=options.at_most or _fit.AT_MOST,
-                        progress=bar.say,
+                        progress=progress.say,
                         call="remat-kit max-batch",
                     )
                 )
                 if not found[-1].complete:
                     raise KeyboardInterrupt
-                bar.advance()
+                progress.advance()
     if interrupted and not found:
         raise KeyboardInterrupt
     if options.json:
@@ -585,14 +604,14 @@ def _fit(options: argparse.Namespace) -> None:
     batches = sorted({batch for part in options.batch for batch in part})
     with _job(options, targets=("cpu",)) as job:
         model = _batch_model(job, options)
-        with _Bar(len(job.targets) * len(job.policies) * len(batches)) as bar:
+        with _Progress(len(job.targets) * len(job.policies) * len(batches)) as progress:
             chips = [target(name) for name in job.targets]
             found = fits.matrix(
                 model,
                 job.policies,
                 chips,
                 batches,
-                progress=bar.count,
+                progress=progress.count,
                 call="remat-kit fit",
             )
     if options.json:
@@ -744,84 +763,55 @@ def _show(*values: Any) -> None:
 
 
 class _Progress:
-    """A line on standard error for each step: a spinner in a terminal, plain lines elsewhere."""
+    """What is worked on, on standard error: a bar in a terminal, plain lines elsewhere.
 
-    def __init__(self, steps: int):
-        self._steps = steps
-        self._done = 0
-        self._console = Console(stderr=True)
-        self._status: Any = None
+    Args:
+      total: pieces of work; 0 where their number is not known, and a spinner is shown instead.
+    """
 
-    def __enter__(self) -> _Progress:
-        if self._console.is_terminal:
-            self._status = self._console.status("tracing")
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def say(self, text: str) -> None:
-        """Say what is worked on now, where the number of steps is not known."""
-        if self._status is not None:
-            self._status.update(text)
-        else:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def step(self, policy: str, targets: Sequence[str] = ()) -> None:
-        """Say what is worked on now."""
-        self._done += 1
-        compiling = f", compiling for {', '.join(targets)}" if targets else ""
-        text = f"{self._done}/{self._steps} {policy}{compiling}"
-        if self._status is not None:
-            self._status.update(text)
-        else:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-class _Bar:
-    """A bar on standard error with a line of text: in a terminal one bar, elsewhere plain lines."""
-
-    def __init__(self, total: int):
+    def __init__(self, total: int = 0):
         self._total = total
         self._begun = 0
         self._console = Console(stderr=True)
-        self._progress: Any = None
+        self._shown: Any = None
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> _Progress:
         if self._console.is_terminal:
-            from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+            from rich import progress
 
-            columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn())
-            self._progress = Progress(
-                *columns, TimeElapsedColumn(), console=self._console, transient=True
-            )
-            self._progress.add_task("tracing", total=self._total)
-            self._progress.start()
+            bar = (*progress.Progress.get_default_columns()[:2], progress.MofNCompleteColumn())
+            spinner = (progress.SpinnerColumn(), progress.TextColumn("{task.description}"))
+            columns = (*(bar if self._total else spinner), progress.TimeElapsedColumn())
+            self._shown = progress.Progress(*columns, console=self._console, transient=True)
+            self._shown.add_task("tracing", total=self._total or None)
+            self._shown.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        if self._shown is not None:
+            self._shown.stop()
 
     def say(self, text: str) -> None:
         """Show what is worked on now, and the best answer so far."""
-        if self._progress is not None:
+        if self._shown is not None:
             from rich.markup import escape
 
-            self._progress.update(self._progress.task_ids[0], description=escape(text))
+            self._shown.update(self._shown.task_ids[0], description=escape(text))
         else:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def advance(self) -> None:
         """Count one piece of the work as done."""
-        if self._progress is not None:
-            self._progress.advance(self._progress.task_ids[0])
+        if self._shown is not None:
+            self._shown.advance(self._shown.task_ids[0])
 
     def count(self, text: str) -> None:
         """Show the next piece of the work; the one before it is done."""
         if self._begun:
             self.advance()
         self._begun += 1
-        self.say(text if self._progress is not None else f"{self._begun}/{self._total} {text}")
+        self.say(text if self._shown is not None else f"{self._begun}/{self._total} {text}")
+
+    def compiling(self, policy: str, targets: Sequence[str]) -> None:
+        """Show the next piece of the work: a policy, for some chips."""
+        self.count(f"{policy}, compiling for {', '.join(targets)}" if targets else policy)

@@ -726,6 +726,11 @@ class Cell:
         }
 
 
+def _largest_then_fastest(cell: Cell) -> tuple[float, ...]:
+    unknown = cell.step_seconds is None
+    return -cell.batch, unknown, cell.step_seconds or 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Fit(_Shown):
     """Chips, policies and batch sizes: what fits, what is left, what it costs.
@@ -751,8 +756,7 @@ class Fit(_Shown):
     @property
     def fitting(self) -> tuple[Cell, ...]:
         """The cells that fit, largest batch first, then the fastest by the roofline."""
-        key = lambda c: (-c.batch, c.step_seconds is None, c.step_seconds or 0.0)  # noqa: E731
-        return tuple(sorted((c for c in self.cells if c.fits), key=key))
+        return tuple(sorted((c for c in self.cells if c.fits), key=_largest_then_fastest))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -829,14 +833,16 @@ def fit(
     """Compile a training step for chips, policies and batch sizes, and say which of them fit.
 
     >>> import jax, jax.numpy as jnp
-    >>> def build(policy=None, batch=8):
-    ...     def loss(w, x):
-    ...         return jnp.mean(jnp.sin(x @ w) ** 2)
-    ...     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    ...     return loss, (array(64, 64), array(batch, 64))
+    >>> def build(batch):
+    ...     w, x = (jax.ShapeDtypeStruct((n, 64), jnp.float32) for n in (64, batch))
+    ...     return lambda w, x: jnp.mean(jnp.sin(x @ w) ** 2), (w, x)
     >>> found = fit(build, targets=["cpu@1MiB", "cpu@4MiB"], batches=[64, 4096])
-    >>> [(cell.target, cell.batch, cell.fits) for cell in found.cells]
-    [('cpu@1MiB', 64, True), ('cpu@1MiB', 4096, False), ('cpu@4MiB', 64, True), ('cpu@4MiB', 4096, True)]
+    >>> for cell in found.cells:
+    ...     print(cell.target, cell.batch, cell.fits)
+    cpu@1MiB 64 True
+    cpu@1MiB 4096 False
+    cpu@4MiB 64 True
+    cpu@4MiB 4096 True
 
     Args:
         build, at, batch_name, argnums, donate_argnums, progress: as for `max_batch`.
@@ -852,7 +858,7 @@ def fit(
     Raises:
         UserError: the builder takes no batch size, or nothing is asked for.
         RematKitError: the call cannot work, as for `remat_kit.measure`.
-    """  # noqa: E501
+    """
     call = "fit"
     model = _model(
         build,

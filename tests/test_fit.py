@@ -546,7 +546,7 @@ def test_command_fit(run, tmp_path):
 
 
 def test_commands_interrupted_show_what_is_known(run, monkeypatch):
-    say = _cli._Bar.say
+    say = _cli._Progress.say
     seen = []
 
     def interrupt(self, text):
@@ -555,7 +555,7 @@ def test_commands_interrupted_show_what_is_known(run, monkeypatch):
         if len(seen) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_cli._Bar, "say", interrupt)
+    monkeypatch.setattr(_cli._Progress, "say", interrupt)
     status, out, err = run("max-batch", MLP, *SMALL, "--target", CHIP, "--json", "-")
     assert status == 130
     plain = json.loads(out)
