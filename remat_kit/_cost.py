@@ -34,6 +34,7 @@ from typing import Any
 import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
+import numpy as np
 
 from remat_kit import _graph, _jax
 from remat_kit._gradient import Argnums, abstract, gradient_program
@@ -213,6 +214,42 @@ class CostGraph:
             out.append(live)
         return tuple(out)
 
+    @functools.cached_property
+    def written_steps(self) -> np.ndarray:
+        """How the bytes of arrays in memory change from one equation to the next in the forward
+        pass when each lives until its last reader has run.
+        """
+        steps = np.zeros(len(self.equations) + 1)
+        for tensor in self.tensors:
+            if tensor.producer >= 0 and tensor.in_memory and tensor.users:
+                steps[tensor.producer] += tensor.bytes
+                steps[tensor.users[-1] + 1] -= tensor.bytes
+        return steps
+
+    @functools.cached_property
+    def made_in_memory(self) -> np.ndarray:
+        """For each equation, the residuals that its derivative writes for itself."""
+        return np.array([float(e.made_in_memory) for e in self.equations])
+
+    @functools.cached_property
+    def demands(self) -> dict[Segment, _Demand]:
+        """What segments that were simulated ask for."""
+        return {}
+
+    @functools.cached_property
+    def walks(self) -> dict[Any, _Walk]:
+        """What the backward passes of segments that were simulated take."""
+        return {}
+
+    @functools.cached_property
+    def keeps(self) -> dict[tuple[int, int], frozenset[int]]:
+        """What stretches without a region keep."""
+        return {}
+
+    def made_in(self, start: int, stop: int) -> frozenset[int]:
+        """Return the tensors that some equations make."""
+        return frozenset(t for e in self.equations[start:stop] for t in e.makes)
+
     def crossing(self, position: int) -> tuple[int, ...]:
         """Return the tensors made before an equation that it or later ones read."""
         return tuple(
@@ -341,13 +378,28 @@ class _Demand:
 
     again: tuple[int, ...]
     outside: frozenset[int]
+    flops: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """The peaks of one region's backward pass, above what is alive when it begins; the work."""
+
+    recompute: float
+    backward: float
+    flops: float
+    seconds: float
 
 
 class _Simulation:
+    """One walk through a schedule. What segments ask for and take is remembered in the graph, for
+    the schedules that a search compares have most of their segments in common.
+    """
+
     def __init__(self, graph: CostGraph, host_bandwidth: float):
         self.graph = graph
         self.host_bandwidth = host_bandwidth
-        self.demands: dict[int, tuple[Segment, _Demand]] = {}
         self.peak, self.where, self.kind = 0, (0, len(graph.equations)), "forward"
         self.flops = self.seconds = 0.0
 
@@ -383,7 +435,11 @@ class _Simulation:
         ]
 
     def plain_keeps(self, segment: Segment) -> frozenset[int]:
-        return plain_keeps(self.graph, segment.start, segment.stop)
+        key = segment.start, segment.stop
+        found = self.graph.keeps.get(key)
+        if found is None:
+            found = self.graph.keeps[key] = plain_keeps(self.graph, *key)
+        return found
 
     def own_bytes(self, segment: Segment) -> int:
         """Residuals that derivatives make for themselves, where no region recomputes them."""
@@ -400,11 +456,10 @@ class _Simulation:
         return segment.plain
 
     def demand(self, segment: Segment) -> _Demand:
-        found = self.demands.get(id(segment))
+        found = self.graph.demands.get(segment)
         if found is None:
-            found = segment, self._demand(segment)
-            self.demands[id(segment)] = found
-        return found[1]
+            found = self.graph.demands[segment] = self._demand(segment)
+        return found
 
     def _demand(self, segment: Segment) -> _Demand:
         lo, hi = segment.start, segment.stop
@@ -437,25 +492,26 @@ class _Simulation:
         graph = self.graph
         held = self.held(schedule)
         kept = frozenset().union(*held) if held else frozenset()
-        live, own = 0.0, 0
-        dies: dict[int, list[int]] = {}
+        steps = graph.written_steps.copy()
+        for t in kept:
+            tensor = graph.tensors[t]
+            if tensor.in_memory and tensor.users:
+                steps[tensor.users[-1] + 1] += tensor.bytes  # it would die there
+            elif tensor.producer >= 0:
+                steps[tensor.producer] += tensor.bytes
         for segment in schedule:
-            plans = dict(segment.loops)
-            for e in graph.equations[segment.start : segment.stop]:
-                for t in e.makes:
-                    tensor = graph.tensors[t]
-                    if t in kept:
-                        live += tensor.bytes
-                    elif tensor.in_memory and tensor.users:
-                        live += tensor.bytes
-                        dies.setdefault(tensor.users[-1], []).append(t)
-                if e.index in plans and e.loop is not None:
-                    own += loop_bytes(e.loop, plans[e.index]) if segment.plain else 0
-                elif segment.plain:
-                    own += e.made_in_memory
-                self.note(live + own, segment, "forward")
-                for t in dies.pop(e.index, ()):
-                    live -= graph.tensors[t].bytes
+            if segment.plain:
+                steps[segment.start : segment.stop] += graph.made_in_memory[
+                    segment.start : segment.stop
+                ]
+                for i, plan in segment.loops:
+                    e = graph.equations[i]
+                    assert e.loop is not None
+                    steps[i] += loop_bytes(e.loop, plan) - e.made_in_memory
+        live = np.cumsum(steps)
+        for segment in schedule:
+            if segment.stop > segment.start:
+                self.note(float(live[segment.start : segment.stop].max()), segment, "forward")
 
     def backward(
         self,
@@ -485,9 +541,8 @@ class _Simulation:
 
     def segment(self, segment: Segment, level: float, available: frozenset[int]) -> None:
         demand = self.demand(segment)
-        for i in demand.again:
-            self.flops += self.graph.equations[i].flops
-            self.seconds += self.graph.equations[i].seconds
+        self.flops += demand.flops
+        self.seconds += demand.seconds
         if segment.inside:
             # The cotangents of what comes out are counted once more by the segments inside.
             self.backward(
@@ -497,15 +552,22 @@ class _Simulation:
                 frozenset(),
             )
             return
-        self.leaf(segment, demand.again, level, available)
+        made = self.graph.made_in(segment.start, segment.stop)
+        key = segment, available & made, self.host_bandwidth
+        walk = self.graph.walks.get(key)
+        if walk is None:
+            walk = self.graph.walks[key] = self.leaf(segment, demand.again, key[1])
+        self.flops += walk.flops
+        self.seconds += walk.seconds
+        self.note(level + walk.recompute, segment, "recompute")
+        self.note(level + walk.backward, segment, "backward")
 
-    def leaf(
-        self, segment: Segment, again: Sequence[int], level: float, available: frozenset[int]
-    ) -> None:
+    def leaf(self, segment: Segment, again: Sequence[int], available: frozenset[int]) -> _Walk:
         """One region without regions inside: recompute, then go back through its operations."""
         graph, plans = self.graph, dict(segment.loops)
         equations = graph.equations[segment.start : segment.stop]
-        live = level
+        live = recompute = backward = 0.0
+        before = self.flops, self.seconds
         first_need: dict[int, int] = {}
         for e in reversed(equations):
             for t in e.needs:
@@ -524,7 +586,7 @@ class _Simulation:
                     last = max((u for u in tensor.users if u < segment.stop), default=i)
                     live += tensor.bytes
                     dies.setdefault(last, []).append(t)
-            self.note(live, segment, "recompute")
+            recompute = max(recompute, live)
             for t in dies.pop(i, ()):
                 live -= graph.tensors[t].bytes
         for waiting in dies.values():
@@ -536,17 +598,20 @@ class _Simulation:
             live += sum(e.made_in_memory for e in equations if e.loop is None)
         cotangents = _Cotangents(graph, segment.start, segment.stop)
         gradients = graph.gradient_bytes
-        self.note(live + gradients[segment.stop], segment, "recompute")
+        recompute = max(recompute, live + gradients[segment.stop])
         for e in reversed(equations):
             live += cotangents.begin(e)
             extra = e.working_bytes
             if e.loop is not None:
                 extra = self.loop(e, plans.get(e.index), segment)
-            self.note(live + extra + gradients[e.index], segment, "backward")
+            backward = max(backward, live + extra + gradients[e.index])
             live -= cotangents.end(e)
             live -= self.bytes(released.get(e.index, ()))
             if (segment.plain and e.index not in plans) or (not segment.plain and e.loop is None):
                 live -= e.made_in_memory
+        flops, seconds = self.flops - before[0], self.seconds - before[1]
+        self.flops, self.seconds = before
+        return _Walk(recompute, backward, flops, seconds)
 
     def cotangents_across(self, position: int) -> int:
         return _cotangents_across(self.graph)[position]
@@ -641,7 +706,12 @@ def closure(
         elif producer < hi and producer not in again:
             again.add(producer)
             todo.extend(equations[producer].reads)
-    return _Demand(tuple(sorted(again)), frozenset(outside))
+    return _Demand(
+        tuple(sorted(again)),
+        frozenset(outside),
+        sum(equations[i].flops for i in again),
+        sum(equations[i].seconds for i in again),
+    )
 
 
 class _Cotangents:

@@ -34,6 +34,9 @@ from remat_kit._target import target as find_target
 Tick = Callable[[str], None]
 _FREE_SHARE = 0.02  # of the step, what "free" may cost
 
+# The share of FLOPs, against seconds, in the work that a search minimises.
+OBJECTIVES = {"balanced": 0.5, "time": 0.0, "flops": 1.0}
+
 
 # -- the frontier ---------------------------------------------------------------------------------
 
@@ -47,6 +50,7 @@ class Point:
         saved_bytes: kept on the device from the forward to the backward pass.
         extra_seconds: roofline time of what is computed twice.
         extra_flops: floating-point operations that are computed twice.
+        extra_work: what the search minimised, in seconds: of these two what the objective says.
         forward_flops: floating-point operations of the forward pass, to divide by.
         bound_extra_seconds: the least extra time of any schedule with this peak.
         gap: ``extra_seconds`` over the bound, as a fraction of the forward pass.
@@ -56,6 +60,7 @@ class Point:
     saved_bytes: int
     extra_seconds: float
     extra_flops: float
+    extra_work: float
     forward_flops: float
     bound_extra_seconds: float
     gap: float
@@ -71,7 +76,8 @@ class Point:
         """Return plain values, ready for `json.dumps`."""
         names = (
             *("predicted_peak_bytes", "saved_bytes", "extra_seconds", "extra_flops"),
-            *("forward_flops", "bound_extra_seconds", "gap", "extra_flops_fraction"),
+            *("extra_work", "forward_flops", "bound_extra_seconds", "gap"),
+            "extra_flops_fraction",
         )
         return {name: getattr(self, name) for name in names}
 
@@ -81,8 +87,9 @@ class Frontier:
     """Every schedule of a loss that is worth having, from the least memory to the least time.
 
     Attributes:
-        points: by peak, smallest first; each faster than those before it.
+        points: by peak, smallest first; each with less extra work than those before it.
         target: the chip's name.
+        objective: what work is: ``"balanced"``, ``"time"`` or ``"flops"``.
         planning_seconds: what tracing and solving took.
         equations: operations of the traced forward pass.
         argument_bytes: the arguments, which are there all the time.
@@ -96,6 +103,7 @@ class Frontier:
 
     points: tuple[Point, ...]
     target: str
+    objective: str
     planning_seconds: float
     equations: int
     argument_bytes: int
@@ -109,7 +117,14 @@ class Frontier:
     def to_json(self) -> dict[str, Any]:
         """Return plain values, ready for `json.dumps`."""
         names = (
-            *("target", "planning_seconds", "equations", "argument_bytes", "output_bytes"),
+            *(
+                "target",
+                "objective",
+                "planning_seconds",
+                "equations",
+                "argument_bytes",
+                "output_bytes",
+            ),
             *("forward_seconds", "backward_seconds", "working_bytes"),
         )
         plain = {name: getattr(self, name) for name in names}
@@ -183,6 +198,7 @@ def frontier(
     *args: Any,
     target: str | Target = "cpu",
     argnums: Argnums = 0,
+    objective: str = "balanced",
     progress: Tick | None = None,
 ) -> Frontier:
     """Return every schedule of a loss that is worth having; nothing is compiled.
@@ -204,13 +220,19 @@ def frontier(
         args: arrays or `jax.ShapeDtypeStruct`, in pytrees.
         target: the chip whose rates turn operations and bytes into seconds.
         argnums: what to differentiate.
+        objective: what to spend least of: ``"time"``, by the chip's roofline; ``"flops"``; or
+            ``"balanced"``, the mean of the two, each as a share of the forward pass. A roofline
+            has matrix units run at their peak, which they do not, so time alone recomputes too
+            many convolutions; FLOPs alone recompute elementwise operations without an end.
         progress: called with what is worked on. Ctrl-C ends the search with what it has.
 
     Raises:
         NotDifferentiableError, UserError: ``fn`` is no loss.
-        UnknownNameError: no chip has that name.
+        UnknownNameError: no chip or objective has that name.
     """
-    return _frontier(fn, args, find_target(target), argnums, progress or _silent, "frontier")
+    return _frontier(
+        fn, args, find_target(target), argnums, objective, progress or _silent, "frontier"
+    )
 
 
 def _silent(what: str) -> None:
@@ -222,22 +244,29 @@ def _frontier(
     args: Sequence[Any],
     chip: Target,
     argnums: Argnums,
+    objective: str,
     tick: Tick,
     call: str,
 ) -> Frontier:
     begun = time.perf_counter()
+    if objective not in OBJECTIVES:
+        raise unknown("objective", objective, OBJECTIVES, call=f"{call}(..., objective=...)")
     tick("tracing")
     graph = _cost.trace(fn, args, chip, argnums, call=call)
-    found = _solve.candidates(graph, tick=tick, host_bandwidth=chip.host_bandwidth_bytes_per_second)
+    worth = _solve.Worth.of_graph(graph, OBJECTIVES[objective])
+    found = _solve.candidates(
+        graph, tick=tick, host_bandwidth=chip.host_bandwidth_bytes_per_second, worth=worth
+    )
     tick("bounds")
     bounds = _solve.bounds(graph)
     given, made = _sizes(fn, args, argnums, call)
-    points = tuple(_point(graph, c.schedule, c.cost, bounds, given, made) for c in found)
+    points = tuple(_point(graph, c.schedule, c.cost, bounds, worth, given, made) for c in found)
     whole = (Segment(0, len(graph.equations), plain=True),)
-    plain = _point(graph, whole, _cost.simulate(graph, whole), bounds, given, made)
+    plain = _point(graph, whole, _cost.simulate(graph, whole), bounds, worth, given, made)
     return Frontier(
         points=points,
         target=chip.name,
+        objective=objective,
         planning_seconds=time.perf_counter() - begun,
         equations=len(graph.equations),
         argument_bytes=given,
@@ -255,6 +284,7 @@ def _point(
     schedule: tuple[Segment, ...],
     cost: Simulated,
     bounds: _solve.Bounds,
+    worth: _solve.Worth,
     given: int,
     made: int,
 ) -> Point:
@@ -264,6 +294,7 @@ def _point(
         saved_bytes=cost.saved_bytes,
         extra_seconds=cost.extra_seconds,
         extra_flops=cost.extra_flops,
+        extra_work=worth.extra(cost),
         forward_flops=graph.forward_flops,
         bound_extra_seconds=bound,
         gap=_share(cost.extra_seconds - bound, graph.forward_seconds),
@@ -424,6 +455,7 @@ def plan(
     budget: str | int | float,
     target: str | Target = "cpu",
     argnums: Argnums = 0,
+    objective: str = "balanced",
     compiles: int = 5,
     progress: Tick | None = None,
 ) -> Plan:
@@ -451,6 +483,7 @@ def plan(
             ``"fit"``, what the chip has.
         target: the chip to compile for.
         argnums: what to differentiate.
+        objective: what to spend least of, as for `frontier`.
         compiles: how many programs may be compiled beside the one without a plan.
         progress: called with what is worked on. Ctrl-C ends the search with the best so far.
 
@@ -462,7 +495,7 @@ def plan(
     chip = find_target(target)
     wanted = _parsed(budget)
     tick = progress or _silent
-    found = _frontier(fn, args, chip, argnums, tick, "plan")
+    found = _frontier(fn, args, chip, argnums, objective, tick, "plan")
     return _Search(fn, args, chip, argnums, found, wanted, compiles, tick).run()
 
 
@@ -607,7 +640,7 @@ class _Search:
         assert limit is not None
         fitting = [p for p in range(len(points)) if self.predicted(p) <= limit]
         if fitting:
-            return min(fitting, key=lambda p: points[p].extra_seconds)
+            return min(fitting, key=lambda p: points[p].extra_work)
         new = [p for p in range(len(points)) if p not in self.known]
         return min(new, key=self.predicted) if new else None
 
@@ -626,9 +659,9 @@ class _Search:
         if self.budget == "free":
             fitting = [p for p in fitting if p in self.free()]
         if limit is None and fitting:
-            return min(fitting, key=lambda p: (self.measured(p), points[p].extra_seconds))
+            return min(fitting, key=lambda p: (self.measured(p), points[p].extra_work))
         if fitting:
-            return min(fitting, key=lambda p: (points[p].extra_seconds, self.measured(p)))
+            return min(fitting, key=lambda p: (points[p].extra_work, self.measured(p)))
         raise self.nothing_fits(limit or 0)
 
     def nothing_fits(self, limit: int) -> UserError:
@@ -804,7 +837,7 @@ def estimate(
         schedule += (Segment(marks[-1], n, plain=True),)
     cost = _cost.simulate(graph, schedule)
     given, made = _sizes(fn, args, argnums, "estimate")
-    return _point(graph, schedule, cost, _solve.bounds(graph), given, made)
+    return _point(graph, schedule, cost, _solve.bounds(graph), _solve.TIME, given, made)
 
 
 def _ends(graph: CostGraph, text: str) -> list[int]:

@@ -21,8 +21,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,8 @@ from remat_kit._cost import (
     plain_keeps,
     simulate,
 )
+
+_T = TypeVar("_T")
 
 # -- the answer ---------------------------------------------------------------------------------
 
@@ -70,13 +72,52 @@ class Bounds:
         return max((float(v - price * held_bytes) for price, v in self.lines), default=0.0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Worth:
+    """What a search minimises: seconds and floating-point operations in one number.
+
+    A roofline's seconds take it for granted that matrix units run at their peak, so they flatter
+    the recompute of convolutions and matrix products; FLOPs alone count a pass through memory as
+    nothing. The mean of both, each as a share of the forward pass, is led astray by neither.
+
+    Attributes:
+        flop_share: of the operations in the mean: 0 is time alone, 1 is FLOPs alone.
+        flop_seconds: what one operation counts as, so that the forward pass is worth its seconds.
+    """
+
+    flop_share: float = 0.0
+    flop_seconds: float = 0.0
+
+    @classmethod
+    def of_graph(cls, graph: CostGraph, flop_share: float) -> Worth:
+        """Return the mean for a graph; its time alone if it has no operations that count."""
+        if not graph.forward_flops:
+            return cls()
+        return cls(flop_share, graph.forward_seconds / graph.forward_flops)
+
+    def of(self, seconds: float, flops: float) -> float:
+        """Return the worth of some work, in seconds."""
+        return (1 - self.flop_share) * seconds + self.flop_share * self.flop_seconds * flops
+
+    def extra(self, cost: Simulated) -> float:
+        """Return the worth of what a schedule computes again."""
+        return self.of(cost.extra_seconds, cost.extra_flops)
+
+    def equations(self, graph: CostGraph) -> list[float]:
+        """Return the worth of each equation's forward run."""
+        return [self.of(e.seconds, e.flops) for e in graph.equations]
+
+
+TIME = Worth()
+
+
 # -- minimum cuts ---------------------------------------------------------------------------------
 
 
 class _Cutter:
     """The choice between keeping and computing again, as a flow problem."""
 
-    def __init__(self, graph: CostGraph, *, fused_is_free: bool = False):
+    def __init__(self, graph: CostGraph, worth: Worth = TIME, *, fused_is_free: bool = False):
         self.graph = graph
         self.wanted = list(graph.residuals)
         found = closure(graph, self.wanted, frozenset(), 0, len(graph.equations))
@@ -111,12 +152,13 @@ class _Cutter:
                     columns.append(self.tensor_node[t])
         self.rows, self.columns = np.array(rows), np.array(columns)
         self.bytes = np.array([graph.tensors[t].bytes for t in self.tensors], dtype=float)
-        self.seconds = np.array(
+        work = worth.equations(graph)
+        self.work = np.array(
             [
                 0.0
                 if fused_is_free
                 and not any(graph.tensors[t].in_memory for t in graph.equations[i].makes)
-                else graph.equations[i].seconds
+                else work[i]
                 for i in self.equations
             ]
         )
@@ -137,10 +179,10 @@ class _Cutter:
         free = set(free)
         if free:
             keeping = np.where([t in free for t in self.tensors], 0.0, keeping)
-        costs = np.concatenate([keeping, self.seconds])
+        costs = np.concatenate([keeping, self.work])
         # The flow is integral: 2^29 stands for all the costs that a cut could ever have.
-        total = min(keeping.sum(), keeping.sum() + self.seconds.sum()) or 1.0
-        total = min(total, self.seconds.sum() or 1.0) * 1.01
+        total = min(keeping.sum(), keeping.sum() + self.work.sum()) or 1.0
+        total = min(total, self.work.sum() or 1.0) * 1.01
         scale = 2**29 / total
         endless = 2**30
         capacities = np.full(len(self.rows), endless, dtype=np.int64)
@@ -177,7 +219,7 @@ def bounds(graph: CostGraph, prices: Sequence[float] = ()) -> Bounds:
     (True, 0.0)
     """
     # Outside every region the compiler fuses what it can into its readers, for nothing.
-    cutter = _Cutter(graph, fused_is_free=True)
+    cutter = _Cutter(graph, TIME, fused_is_free=True)
     lines = [(0.0, 0.0)]
     for price in prices or _prices(graph, 12):
         lines.append((price, cutter.cut(price)[1]))
@@ -292,8 +334,8 @@ class _Level:
 
     keep: frozenset[int]
     kept: np.ndarray  # bytes kept inside the block
-    rebuild: np.ndarray  # seconds to rebuild what the block's derivative needs
-    pass_on: np.ndarray  # seconds to rebuild what the block hands on
+    rebuild: np.ndarray  # work to rebuild what the block's derivative needs
+    pass_on: np.ndarray  # work to rebuild what the block hands on
     rebuilt: np.ndarray  # bytes that the rebuild writes and the derivative reads
     out: np.ndarray  # [s, j]: bytes made in blocks s..j, not kept, that later blocks read
 
@@ -301,21 +343,33 @@ class _Level:
 class _Chain:
     """A graph condensed at its cuts, with the levels of each block."""
 
-    def __init__(self, graph: CostGraph, cuts: Sequence[int]):
+    def __init__(self, graph: CostGraph, cuts: Sequence[int], worth: Worth = TIME):
         self.graph = graph
+        self.worth = worth
+        self.work = worth.equations(graph)
         self.cuts = list(cuts)
         self.count = len(cuts) - 1
         self.block = np.zeros(len(graph.equations) + 1, dtype=int)
         for b in range(self.count):
             self.block[cuts[b] : cuts[b + 1]] = b
         self.ranges = [(cuts[b], cuts[b + 1]) for b in range(self.count)]
-        self.forward = np.array(
-            [sum(e.seconds for e in graph.equations[lo:hi]) for lo, hi in self.ranges]
-        )
+        self.forward = np.array([sum(self.work[lo:hi]) for lo, hi in self.ranges])
         self.scans = np.array(
             [any(e.loop for e in graph.equations[lo:hi]) for lo, hi in self.ranges]
         )
         self.flowing = np.array([self.cotangents(lo, hi) for lo, hi in self.ranges])
+        self.needs = [
+            list(dict.fromkeys(t for e in graph.equations[lo:hi] for t in e.needs))
+            for lo, hi in self.ranges
+        ]
+        self.producers = [t.producer for t in graph.tensors]
+        # What a rebuild writes and some derivative reads.
+        self.rebuilt = {t: graph.tensors[t].bytes for t in graph.residuals}
+        self.rebuilt = {t: b for t, b in self.rebuilt.items() if graph.tensors[t].in_memory}
+        self.made = [
+            sum(e.made_in_memory for e in graph.equations[lo:hi] if e.loop is None)
+            for lo, hi in self.ranges
+        ]
         # Without regions, an array in memory that some derivative reads is kept where it is made.
         keep = plain_keeps(graph, 0, len(graph.equations))
         own = [sum(e.made_in_memory for e in graph.equations[lo:hi]) for lo, hi in self.ranges]
@@ -363,18 +417,14 @@ class _Chain:
         for t in keep:
             kept[self.block[graph.tensors[t].producer]] += graph.tensors[t].bytes
         for b, (lo, hi) in enumerate(self.ranges):
-            needs = {t for e in graph.equations[lo:hi] for t in e.needs}
+            needs = set(self.needs[b])
             found = closure(graph, needs, keep, lo, hi)
-            rebuild[b] = sum(graph.equations[i].seconds for i in found.again)
+            rebuild[b] = sum(self.work[i] for i in found.again)
             made = {t for i in found.again for t in graph.equations[i].makes}
-            rebuilt[b] = sum(
-                graph.tensors[t].bytes
-                for t in made
-                if graph.tensors[t].in_memory and t in needs and t not in keep
-            )
-            rebuilt[b] += sum(e.made_in_memory for e in graph.equations[lo:hi] if e.loop is None)
+            rebuilt[b] = sum(self.rebuilt.get(t, 0) for t in made if t in needs and t not in keep)
+            rebuilt[b] += self.made[b]
             again = closure(graph, handed[b], keep, lo, hi).again
-            pass_on[b] = sum(graph.equations[i].seconds for i in again)
+            pass_on[b] = sum(self.work[i] for i in again)
         out = np.zeros((k, k))
         for t, first, last in self.crossing:
             if t not in keep:
@@ -382,6 +432,33 @@ class _Chain:
         # out[s, j]: made in s..j and read after j.
         out = np.cumsum(out[::-1], axis=0)[::-1]
         return _Level(keep, kept, rebuild, pass_on, rebuilt, np.triu(out))
+
+    def merged(self, level: _Level, first: int) -> Iterator[tuple[float, float]]:
+        """Yield what one region over blocks ``first..j`` takes, for each j: bytes that it rebuilds
+        and the work of that.
+        """
+        start, keep = self.cuts[first], level.keep
+        seen: set[int] = set(keep)
+        again: set[int] = set()
+        built = work = 0.0
+        for b in range(first, min(self.count, first + _LONGEST)):
+            if self.scans[b]:
+                return
+            todo = list(self.needs[b])
+            while todo:
+                t = todo.pop()
+                if t in seen:
+                    continue
+                seen.add(t)
+                i = self.producers[t]
+                if i >= start and i not in again:
+                    again.add(i)
+                    e = self.graph.equations[i]
+                    work += self.work[i]
+                    built += sum(self.rebuilt.get(m, 0) for m in e.makes if m not in keep)
+                    todo += e.reads
+            built += self.made[b]
+            yield built, work
 
 
 # -- putting blocks together ----------------------------------------------------------------------
@@ -404,7 +481,7 @@ class _Item:
     kept: float
     stay: float
     working: float
-    seconds: float
+    work: float
 
     def slots(self, size: float) -> tuple[int, int]:
         """Return the slots of memory kept, and the slots that the item needs in all."""
@@ -420,6 +497,7 @@ class _Composer:
         self.chain = chain
         self.levels = levels
         self.loops = loops
+        self.parts: dict[tuple[int, int, int], frozenset[int]] = {}
         self.plain_out = chain.level(frozenset()).out
 
     @functools.cached_property
@@ -441,28 +519,25 @@ class _Composer:
     def group_items(self, number: int, level: _Level, s: int) -> list[_Item]:
         chain = self.chain
         found = []
-        kept = seconds = between = 0.0
+        kept = work = between = 0.0
         merged_peak = grouped_peak = dropped_peak = 0.0
-        built = inner = held = 0.0
-        for j in range(s, min(chain.count, s + _LONGEST)):
-            if chain.scans[j]:
-                break
+        inner = held = 0.0
+        for j, (built, again) in zip(range(s, chain.count), chain.merged(level, s), strict=False):
             out = level.out[s, j]
             kept += level.kept[j]
-            seconds += level.rebuild[j]
+            work += level.rebuild[j]
             # One region over all: what it rebuilds is there at once.
-            built += level.rebuilt[j]
             merged_peak = max(merged_peak, built + chain.flowing[j])
-            found.append(_Item(s, j, "leaf", number, kept + out, kept, merged_peak, seconds))
+            found.append(_Item(s, j, "leaf", number, kept + out, kept, merged_peak, again))
             # A region around one per block: what they hand on is there at once, and the rest late.
             held += level.kept[j]
             grouped_peak = max(grouped_peak, inner + level.rebuilt[j] + chain.flowing[j])
             dropped_peak = max(dropped_peak, inner + held + level.rebuilt[j] + chain.flowing[j])
             if j > s:
-                extra = seconds + between
+                extra = work + between
                 found.append(_Item(s, j, "hold", number, kept + out, kept, grouped_peak, extra))
-                again = chain.forward[s : j + 1].sum() + seconds
-                found.append(_Item(s, j, "drop", number, out, 0.0, dropped_peak, again))
+                extra = chain.forward[s : j + 1].sum() + work
+                found.append(_Item(s, j, "drop", number, out, 0.0, dropped_peak, extra))
             inner += level.out[j, j]
             between += level.pass_on[j]
         return found
@@ -483,12 +558,12 @@ class _Composer:
                     stay + float(self.chain.plain_out[b]),
                     stay,
                     float(self.chain.flowing[b]) + cost.peak_bytes - cost.saved_bytes,
-                    cost.extra_seconds,
+                    self.chain.worth.extra(cost),
                 )
             )
         return found
 
-    # .. the table: least extra seconds for blocks t.. with m slots of memory
+    # .. the table: least extra work for blocks t.. with m slots of memory
 
     def solve(self, top: float, slots: int) -> list[tuple[Segment, ...]]:
         """Return the schedules that are best for some memory up to ``top`` bytes."""
@@ -510,7 +585,7 @@ class _Composer:
                     continue
                 value = np.full(slots + 1, np.inf)
                 rest = memory[need:] - kept
-                value[need:] = item.seconds + best[item.last + 1][rest]
+                value[need:] = item.work + best[item.last + 1][rest]
                 if item.form == "nest":
                     value[need:] += self.inner[(item.first, item.last)][memory[need:]]
                 better = value < best[t] * (1 - 1e-9)
@@ -558,8 +633,13 @@ class _Composer:
         return [Segment(lo, hi, inside=inside, hold=item.form == "hold")]
 
     def kept(self, level: int, lo: int, hi: int) -> frozenset[int]:
-        tensors = self.chain.graph.tensors
-        return frozenset(t for t in self.levels[level].keep if lo <= tensors[t].producer < hi)
+        found = self.parts.get((level, lo, hi))
+        if found is None:
+            tensors = self.chain.graph.tensors
+            keep = self.levels[level].keep
+            found = frozenset(t for t in keep if lo <= tensors[t].producer < hi)
+            self.parts[level, lo, hi] = found
+        return found
 
     # .. regions in regions in regions: the recursion of heterogeneous chains
 
@@ -599,7 +679,7 @@ class _Composer:
                     kept_slots, need = item.slots(size)
                     if need > slots or rest is None:
                         continue
-                    new = item.seconds + rest[memory[need:] - kept_slots]
+                    new = item.work + rest[memory[need:] - kept_slots]
                     better = new < value[need:] * (1 - 1e-9)
                     value[need:][better] = new[better]
                     pick[need:][better] = number
@@ -655,7 +735,7 @@ def _undominated(items: Sequence[_Item]) -> list[_Item]:
     """Leave out items that take no less of anything than another over the same blocks."""
     found: list[_Item] = []
     by_last: dict[int, list[_Item]] = {}
-    for item in sorted(items, key=lambda i: (i.seconds, i.kept, i.working)):
+    for item in sorted(items, key=lambda i: (i.work, i.kept, i.working)):
         others = by_last.setdefault(item.last, [])
         used = item.stay + item.working
         if any(o.kept <= item.kept and o.stay + o.working <= used for o in others):
@@ -686,11 +766,13 @@ def candidates(
     levels: int = 10,
     slots: int = 240,
     host_bandwidth: float = math.inf,
+    worth: Worth = TIME,
 ) -> list[Candidate]:
-    """Return the schedules of which none is beaten in both peak and extra time, by peak.
+    """Return the schedules of which none is beaten in both peak and extra work, by peak.
 
     Args:
         graph: of the loss, or of the body of a scan.
+        worth: what work is.
         tick: told what is worked on; may raise `KeyboardInterrupt`.
         levels: how many prices of a byte are tried.
         slots: into how many steps memory is divided.
@@ -707,20 +789,20 @@ def candidates(
     for e in graph.equations:
         if e.loop is not None:
             tick(f"the scan at {e.module or 'the top'}")
-            loops[e.index] = loop_plans(e)
+            loops[e.index] = loop_plans(e, worth)
     seen: set[tuple[Segment, ...]] = set()
     try:
-        for schedule in _proposals(graph, loops, levels, slots, tick):
+        for schedule in _proposals(graph, loops, levels, slots, tick, worth):
             if schedule not in seen:
                 seen.add(schedule)
                 cost = simulate(graph, schedule, host_bandwidth=host_bandwidth)
                 found.append(Candidate(schedule, cost))
         if n <= _SMALL:
-            return _polished(graph, pareto(found), seen, host_bandwidth)
+            return _polished(graph, pareto(found, worth), seen, host_bandwidth, worth)
     except KeyboardInterrupt:
         if len(found) < 2:
             raise
-    return pareto(found)
+    return pareto(found, worth)
 
 
 _SMALL = 32
@@ -731,6 +813,7 @@ def _polished(
     found: list[Candidate],
     seen: set[tuple[Segment, ...]],
     host_bandwidth: float,
+    worth: Worth,
     most: int = 6000,
 ) -> list[Candidate]:
     """Improve schedules of a small graph one change at a time until nothing is left to improve."""
@@ -746,7 +829,7 @@ def _polished(
                     seen.add(other)
                     cost = simulate(graph, other, host_bandwidth=host_bandwidth)
                     found.append(Candidate(other, cost))
-        found = pareto(found)
+        found = pareto(found, worth)
     return found
 
 
@@ -781,17 +864,18 @@ def _proposals(
     levels: int,
     slots: int,
     tick: Callable[[str], None],
+    worth: Worth,
 ) -> Iterable[tuple[Segment, ...]]:
     if len(graph.equations) <= _TINY:
         yield from _every_chain(len(graph.equations))
-    cutter = _Cutter(graph)
+    cutter = _Cutter(graph, worth)
     tick("what to keep")
     prices = _prices(graph, levels)
     everywhere = list(dict.fromkeys([frozenset(), *(cutter.cut(p)[0] for p in prices)]))
     fine = positions(graph, everywhere)
     coarse = _coarser(graph, fine, everywhere)
     for cuts in [fine] if coarse == fine else [fine, coarse]:
-        chain = _Chain(graph, cuts)
+        chain = _Chain(graph, cuts, worth)
         handed = {t for t, _, _ in chain.crossing}
         keeps = dict.fromkeys(everywhere)
         for price in prices:
@@ -799,12 +883,11 @@ def _proposals(
         composer = _Composer(chain, [chain.level(k) for k in _distinct(graph, keeps)], loops)
         top = float(chain.plain.sum() + chain.flowing.max())
         steps = 4 * slots if chain.count <= 32 else slots  # short chains can have finer steps
-        for share in (1.0, 0.3, 0.1):
+        for share in (1.0, 0.3):
             tick(f"schedules of {chain.count} blocks")
             composer.size = top * share * 1.02 / steps
             found = composer.solve(top * share * 1.02, steps)
-            some = 24 if len(graph.equations) < 2000 else 10  # each is simulated
-            yield from found[:: max(1, len(found) // some)]
+            yield from found
 
 
 _TINY = 8
@@ -841,31 +924,38 @@ def _coarser(
     return sorted(forced | set(chosen))
 
 
-def pareto(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates that no other beats in both peak and extra time, by peak."""
-    kept: list[Candidate] = []
-    for c in sorted(found, key=lambda c: (c.cost.peak_bytes, c.cost.extra_seconds)):
-        if not kept or c.cost.extra_seconds < kept[-1].cost.extra_seconds * (1 - 1e-6):
-            kept.append(c)
+def pareto(found: Iterable[Candidate], worth: Worth = TIME) -> list[Candidate]:
+    """Return the candidates that no other beats in both peak and extra work, by peak."""
+    return _pareto(found, lambda c: c.cost, worth)
+
+
+def _pareto(found: Iterable[_T], cost: Callable[[_T], Simulated], worth: Worth) -> list[_T]:
+    sized = [(cost(x).peak_bytes, worth.extra(cost(x)), n, x) for n, x in enumerate(found)]
+    kept: list[_T] = []
+    least = math.inf
+    for _, work, _, x in sorted(sized, key=lambda entry: entry[:3]):
+        if not kept or work < least * (1 - 1e-6):
+            kept.append(x)
+            least = work
     return kept
 
 
 # -- scans ----------------------------------------------------------------------------------------
 
 
-def loop_plans(e: Any, most: int = 48) -> list[LoopPlan]:
+def loop_plans(e: Any, worth: Worth = TIME, most: int = 48) -> list[LoopPlan]:
     """Return ways to run a scan: its body's schedules, two depth ranges, groups."""
     loop = e.loop
     n = len(loop.graph.equations)
     plain = (Segment(0, n, plain=True),)
     whole = (Segment(0, n),)
-    bodies = [c.schedule for c in candidates(loop.graph, levels=8, slots=120)]
+    bodies = [c.schedule for c in candidates(loop.graph, levels=8, slots=120, worth=worth)]
     if whole not in bodies:
         bodies.append(whole)
     length = loop.length
     one = [LoopPlan(((length, 1, body),)) for body in dict.fromkeys([plain, *bodies])]
     cost = {p: loop_cost(loop, p) for p in one}
-    hull = _best(one, cost)
+    hull = _pareto(one, cost.__getitem__, worth)
     found = list(hull)
     for a, b in itertools.pairwise(hull):
         for share in (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875):
@@ -878,14 +968,6 @@ def loop_plans(e: Any, most: int = 48) -> list[LoopPlan]:
         for body in dict.fromkeys([lean, whole]):
             found.append(LoopPlan(((length, group, body),)))
     cost |= {p: loop_cost(loop, p) for p in found}
-    kept = _best(found, cost)
+    kept = _pareto(found, cost.__getitem__, worth)
     step = max(1, len(kept) // most)
     return kept[::step] + ([kept[-1]] if (len(kept) - 1) % step else [])
-
-
-def _best(plans: Sequence[LoopPlan], cost: dict[LoopPlan, Simulated]) -> list[LoopPlan]:
-    kept: list[LoopPlan] = []
-    for p in sorted(plans, key=lambda p: (cost[p].peak_bytes, cost[p].extra_seconds)):
-        if not kept or cost[p].extra_seconds < cost[kept[-1]].extra_seconds * (1 - 1e-6):
-            kept.append(p)
-    return kept

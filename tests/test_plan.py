@@ -294,7 +294,7 @@ def test_estimate_takes_names_and_modules():
 
 
 def test_the_command_line_plans(tmp_path, capsys):
-    model = ["models/mlp.py:build", "--size", "batch=256"]
+    model = ["models/mlp.py:build", "--size", "batch=8192"]
     assert _cli.main(["frontier", *model, "--json", str(tmp_path / "front.json")]) == 0
     shown = capsys.readouterr()
     assert "extra FLOPs" in shown.out

@@ -203,7 +203,7 @@ def test_a_scan_has_ways_to_run_it():
 
 
 def test_ctrl_c_gives_what_there_is():
-    graph = tower(6)
+    graph = tower(10)
     told = []
 
     def tick(what):
