@@ -10,7 +10,14 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of text, rendered in three ways."""
+    """Rows of text, rendered in three ways.
+
+    >>> print(Table("fruit", ("name", "number"), (("apple", "2"),)))
+    fruit
+    name   number
+    -----  ------
+    apple  2
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -27,6 +34,9 @@ class Table:
             for row in (self.columns, rule, *self.rows)
         ]
         return "\n".join([self.title, *lines, *filter(None, [self.footer])])
+
+    def __str__(self) -> str:
+        return self.text()
 
     def rich(self) -> Any:
         """Return the table for `rich`."""
