@@ -638,8 +638,9 @@ class _Walk:
         if enter is not None:
             eqn, inputs = enter(self, eqn, path, wanted)
         else:
+            own = checkpoint_name_of(eqn)  # here it names an input, which nothing in here makes
             for i, var in enumerate(eqn.outvars):
-                made = _Maker(eqn, i, path, names.get(var, ()))
+                made = _Maker(eqn, i, path, names.get(var, () if own is None else (own,)))
                 text = self.label(var, made) if wanted[i] else None
                 if text is not None:
                     labels[var] = text

@@ -232,6 +232,19 @@ def test_offload_goes_to_the_host():
     np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2e-8)
 
 
+def test_a_named_input_can_wait_on_the_host():
+    @remat_kit.policy(offload(named("entry")))
+    def body(c, w):
+        return jnp.sin(checkpoint_name(c, "entry") @ w), None
+
+    def f(x, w):
+        return jax.lax.scan(body, x, jnp.stack([w, w]))[0]
+
+    values = kept(total(f), X, W)
+    assert "f32<host>[2,4,8]" in values
+    assert "f32[2,4,8]" not in values
+
+
 def test_inputs_without_a_tangent_cost_nothing():
     """The gradient for the weights alone has no product for the gradient of the input."""
 
