@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 BLOCKS = "*/block_*"  # the paths a policy is applied to, unrolled ("block_3") or not ("block_scan")
 
-DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 SEGMENTS = 2  # kinds of token: of the first sentence, and of the second
 
 
@@ -119,6 +119,7 @@ class Block(nn.Module):
         c = self.config
         norm = partial(nn.LayerNorm, epsilon=1e-12, dtype=DTYPES[c.dtype])
         drop = nn.Dropout(c.dropout, deterministic=not c.dropout, name="dropout")
+        x = checkpoint_name(x, "layer_input")
         y = drop(Attention(c, name="attn")(x, mask))
         x = norm(name="ln_1")(x + checkpoint_name(y, "attn_out"))
         y = drop(Feedforward(c, name="mlp")(x))
@@ -215,7 +216,7 @@ def build(
       size: a preset, one of ``SIZES``.
       batch: sequences per batch.
       layers, width, heads, vocab, seq, predictions: override the preset.
-      dtype: of the computation, "f32" or "bf16"; parameters and the loss are float32.
+      dtype: of the computation, "f32", "bf16" or "f16"; parameters and the loss are float32.
       dropout: rate on embeddings, attention weights and both residual branches.
       scan: run the layers as one ``nn.scan`` with stacked parameters, not unrolled.
       materialize: return seeded arrays in place of ``jax.ShapeDtypeStruct``.
