@@ -1,0 +1,354 @@
+"""Find the largest batch of BERT-Large that trains on one chip, and what a sentence then takes.
+
+Paddle's table of recomputation (sequences of 512 tokens, mixed precision, a V100 with 32 GB): 18
+sentences without, 180 with each layer recomputed, 258 with the kept layer inputs in the host's
+memory. Here a whole training step is compiled for each batch size tried: parameters and Adam's two
+moments in float32, donated, activations in half precision. The layers are one scan.
+
+    python benchmarks/bert_batch.py --json benchmarks/results/bert_batch.json
+    python benchmarks/bert_batch.py --target tpu-v5e --layers none "per layer"
+
+What was compiled before comes from the cache: a run that was cut off goes on where it was.
+
+Exit status: 0 when done, 2 for a wrong call or a compiler that is not installed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import _common
+import jax
+import optax
+from _common import Case
+from gpt3_memory import training_step
+
+import remat_kit
+from remat_kit import _anatomy, _fit, _hlo
+from remat_kit._roofline import estimate
+from remat_kit._target import Compiled, Target, compile_program
+
+GIB = 2**30
+# Paddle's rows: sentences in a batch, sentences a second.
+PUBLISHED = {"none": (18, 23.94), "per layer": (180, 17.82), "per layer + offload": (258, 15.47)}
+PLAN = "plan"
+HALF = {"v100-32g": "f16"}  # a V100's matrix units have no bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """What is kept of each layer; batches are multiples of ``step``, ``start`` is for 32 GiB."""
+
+    name: str
+    policy: Any
+    start: int
+    step: int
+    scan: bool = True
+
+
+WAYS = {
+    way.name: way
+    for way in (
+        Layers("none", "none", 12, 1),
+        Layers("per layer", "nothing", 304, 16),
+        Layers(
+            "per layer + offload",
+            remat_kit.offload(remat_kit.named("layer_input")),
+            448,
+            16,
+        ),
+        Layers(PLAN, "none", 448, 16),
+        Layers("none, unrolled", "none", 22, 2, scan=False),
+    )
+}
+CASE = Case("BERT-Large", "bert", {"size": "large", "seq": 512})
+SMOKE = Case("BERT, four layers", "bert", {"size": "tiny", "layers": 4})
+
+Row = dict[str, Any]
+Step = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+# -- the step ------------------------------------------------------------------------------------
+
+
+def stepped(loss: Callable[..., Any], args: tuple[Any, ...]) -> Step:
+    """Return a whole training step with Adam, and its arguments: moments and count too."""
+    params, *batch = args
+    optimizer = optax.adamw(1e-4)
+    state = jax.eval_shape(optimizer.init, params)
+    return training_step(loss, optimizer), (params, state, *batch)
+
+
+def state_bytes(args: tuple[Any, ...]) -> int:
+    """Return what the step holds beside the loss's own arguments.
+
+    >>> state_bytes((jax.ShapeDtypeStruct((256,), "float32"),))
+    2052
+    """
+    state = stepped(lambda p: p.sum(), args[:1])[1][1]
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """Layers on one chip: makes a loss or a training step for a batch size."""
+
+    case: Case
+    layers: Layers
+    chip: Target
+
+    def loss(self, batch: int) -> Step:
+        """Build the loss and its arguments."""
+        dtype = HALF.get(self.chip.name.partition("@")[0], "bf16")
+        size = {**self.case.size, "batch": batch, "dtype": dtype, "scan": self.layers.scan}
+        return dataclasses.replace(self.case, size=size).loss(self.layers.policy)
+
+    def build(self, batch: int = 8) -> Step:
+        """Build the step; with a plan that of the least memory."""
+        loss, args = self.loss(batch)
+        if self.layers.name != PLAN:
+            return stepped(loss, args)
+        found = remat_kit.frontier(loss, *args, target=self.chip)
+        return planned(loss, args, found, found.points[0])
+
+
+def planned(loss: Any, args: Any, found: remat_kit.Frontier, point: remat_kit.Point) -> Step:
+    """Build the step of one point of a frontier."""
+    return stepped(remat_kit.policy(found.policy(point))(loss), args)
+
+
+def compiled(step: Step, chip: Target) -> Compiled:
+    """Compile a step, its parameters and state donated."""
+    return compile_program(*step, chip, argnums=None, donate_argnums=(0, 1), call="bert_batch")
+
+
+def fastest_plan(way: Way, batch: int, most: int = 4) -> tuple[Compiled, float] | None:
+    """Return the fastest planned step that fits at a batch size, and its extra FLOPs.
+
+    The planner knows the loss: what Adam holds is taken off the chip's memory, and after each
+    program off the next prediction whatever the compiler's figure was above the last.
+    """
+    loss, args = way.loss(batch)
+    found = remat_kit.frontier(loss, *args, target=way.chip)
+    held = state_bytes(args)
+    room = float(way.chip.memory_bytes)
+    best: tuple[Compiled, float] | None = None
+    tried: set[int] = set()
+    scale = 1.0
+    for _ in range(most):
+        allowed = [i for i, p in enumerate(found.points) if _peak(p, held, scale) <= room]
+        choice = min(allowed, key=lambda i: found.points[i].extra_seconds, default=0)
+        if choice in tried:
+            break
+        tried.add(choice)
+        point = found.points[choice]
+        program = compiled(planned(loss, args, found, point), way.chip)
+        memory = program.memory
+        needs = memory.peak_bytes or memory.needs_bytes
+        if needs is not None:
+            scale = (needs - held) / point.predicted_peak_bytes
+        if needs is None or not memory.fits:
+            scale = max(scale, 1.02 * (room - held) / point.predicted_peak_bytes)
+        elif best is None or seconds(program, way.chip) < seconds(best[0], way.chip):
+            best = program, point.extra_flops_fraction
+    return best
+
+
+def _peak(point: remat_kit.Point, held: int, scale: float) -> float:
+    return held + scale * point.predicted_peak_bytes
+
+
+def seconds(program: Compiled, chip: Target) -> float:
+    """Return the roofline time of a step."""
+    assert program.hlo_text is not None
+    parsed = _hlo.parse(program.hlo_text)
+    return estimate(parsed, chip, _anatomy.origins(parsed), chip_name=chip.name).seconds
+
+
+# -- the largest batch ---------------------------------------------------------------------------
+
+
+class Unaided(_fit.Model):
+    """A model whose steps fit only where XLA did not begin to recompute by itself."""
+
+    def compiled(self, *args: Any, **kwargs: Any) -> Compiled:
+        """Compile; what XLA had to shrink counts as too large."""
+        found = super().compiled(*args, **kwargs)
+        if not aided(found):
+            return found
+        return dataclasses.replace(found, memory=dataclasses.replace(found.memory, fits=False))
+
+
+def aided(program: Compiled) -> bool:
+    """Tell whether XLA's own rematerialization changed a program."""
+    return any("own rematerialization" in note for note in program.memory.notes)
+
+
+def largest(way: Way, tick: Callable[[str], None], start: int, step: int) -> _fit.MaxBatch:
+    """Search the largest batch whose step fits, by compiling; XLA's own recompute not counted."""
+    plain = _fit._model(way.build, "bert_batch", argnums=None, donate_argnums=(0, 1))
+    fields = {f.name: getattr(plain, f.name) for f in dataclasses.fields(plain)}
+    return _fit.search(Unaided(**fields), None, way.chip, start=start, step=step, progress=tick)
+
+
+def row_of(way: Way, tick: Callable[[str], None]) -> Row:
+    """Search the largest batch for one way on one chip, and estimate its speed."""
+    layers, chip = way.layers, way.chip
+    start = max(1, layers.start * chip.memory_bytes // (32 * GIB))
+
+    def say(text: str) -> None:
+        tick(text.replace("none", layers.name, 1))
+
+    found = largest(way, say, start, layers.step)
+    row: Row = {"target": chip.name, "layers": layers.name, "batch": found.batch}
+    if not found.batch:
+        return row
+    program = compiled(way.build(found.batch), chip)
+    if layers.name == PLAN:
+        tick(f"plan on {chip.name}: the fastest at batch {found.batch}")
+        better = fastest_plan(way, found.batch)
+        if better is not None:
+            program, row["extra_flops_fraction"] = better
+    refused = found.refused
+    row["refused_batch"] = refused.batch if refused else None
+    row["trials"] = [t.to_json() for t in found.trials]
+    return row | measured(program, chip, found.batch)
+
+
+def measured(program: Compiled, chip: Target, batch: int) -> Row:
+    """Return what is shown of one compiled step."""
+    time, memory = seconds(program, chip), program.memory
+    return {
+        "peak_bytes": memory.peak_bytes,
+        "memory_bytes": memory.memory_bytes,
+        "host_bytes": memory.host_bytes,
+        "step_seconds": time,
+        "sentences_per_second": batch / time,
+        "xla_remat": aided(program),
+        "versions": dict(memory.versions),
+    }
+
+
+def planned_row(way: Way, batch: int, tick: Callable[[str], None]) -> Row:
+    """Return the fastest plan at a batch size that is given."""
+    tick(f"plan on {way.chip.name}: batch {batch}")
+    row: Row = {"target": way.chip.name, "layers": f"plan at {batch}", "batch": 0}
+    found = fastest_plan(way, batch)
+    if found is None:
+        return row
+    known = {"batch": batch, "extra_flops_fraction": found[1]}
+    return row | known | measured(found[0], way.chip, batch)
+
+
+def rows(case: Case, targets: Sequence[str], names: Sequence[str]) -> Iterator[Row]:
+    """Yield a row for each way on each chip, and the plan at ten times the largest of none."""
+    with _common.progress() as bar:
+        for target in targets:
+            chip = remat_kit.target(target)
+            job = bar.add_task("", total=len(names) + (PLAN in names))
+
+            def tick(text: str, job: Any = job) -> None:
+                bar.update(job, description=text)
+
+            plain = 0
+            for name in names:
+                row = row_of(Way(case, WAYS[name], chip), tick)
+                if name.startswith("none"):
+                    plain = max(plain, row["batch"])
+                yield row
+                bar.advance(job)
+            if PLAN in names and plain:
+                yield planned_row(Way(case, WAYS[PLAN], chip), 10 * plain, tick)
+                bar.advance(job)
+
+
+# -- the report ----------------------------------------------------------------------------------
+
+
+def rendered(report: Mapping[str, Any]) -> str:
+    """Return the report as Markdown."""
+    lines = [
+        "| target | layers | batch | against none | GiB of | host GiB | sentences/s ≥ time | "
+        "against none | Paddle: batch, against none |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    base: dict[str, Row] = {}
+    for row in report["rows"]:
+        known = base.get(row["target"], {"batch": 0})
+        if row["layers"].startswith("none") and row["batch"] > known["batch"]:
+            base[row["target"]] = row
+    lines += [_line(row, base.get(row["target"])) for row in report["rows"]]
+    return "\n".join([*lines, *_common.ending(report, _ABOUT)])
+
+
+_ABOUT = (
+    "The largest batch of BERT-Large (sequences of 512 tokens, dropout 0.1) whose whole training "
+    "step with Adam compiles into the chip's memory; a program that XLA's own recomputation had "
+    "to shrink counts as too large. Layers as one scan where not said otherwise, activations in "
+    "float16 on the V100 and in bfloat16 elsewhere, parameters and moments in float32. Batches are "
+    "multiples of 16, of 1 and unrolled of 2 without recomputation. *Against none*: the row of "
+    "none with the larger batch. *Sentences/s* are those of a roofline, a bound that no chip "
+    "reaches and not a time that was measured. *plan at n*: the fastest plan at ten times the "
+    "batch of none."
+)
+
+
+def _line(row: Row, base: Row | None) -> str:
+    head = f"| {row['target']} | {row['layers']} | "
+    if not row["batch"]:
+        return head + " | ".join(["none fits", *[""] * 6]) + " |"
+    times = slower = ""
+    if base is not None and base is not row:
+        times = f"×{row['batch'] / base['batch']:.1f}"
+        change = row["sentences_per_second"] / base["sentences_per_second"] - 1
+        slower = f"{100 * change:+.0f} %"
+    batch, speed = PUBLISHED.get(row["layers"], (0, 0.0))
+    theirs = ""
+    if batch:
+        first, fastest = PUBLISHED["none"]
+        theirs = f"{batch}, ×{batch / first:.1f}, {100 * (speed / fastest - 1):+.0f} %"
+    cells = [
+        str(row["batch"]),
+        times,
+        f"{row['peak_bytes'] / GIB:.1f} of {row['memory_bytes'] / GIB:.1f}",
+        f"{(row['host_bytes'] or 0) / GIB:.1f}",
+        f"{row['sentences_per_second']:.1f}",
+        slower,
+        theirs,
+    ]
+    return head + " | ".join(cells) + " |"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = _common.parser(__doc__)
+    parser.add_argument("--target", nargs="+", default=["v100-32g", "h100"], metavar="T")
+    parser.add_argument("--layers", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
+    options = parser.parse_args(given)
+    jax.config.update("jax_platforms", "cpu")  # leaves an accelerator that is here alone
+    found: list[Row] = []
+    try:
+        for row in rows(SMOKE if options.smoke else CASE, options.target, options.layers):
+            found.append(row)
+            if options.json:  # after each row, for a whole run takes an hour
+                report = reported(given, found)
+                _common.write(options.json, report, rendered(report))
+    except remat_kit.RematKitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(rendered(reported(given, found)))
+    return 0
+
+
+def reported(given: Sequence[str], found: Sequence[Row]) -> dict[str, Any]:
+    """Return the rows with what took part in them."""
+    versions = (row["versions"] for row in found if "versions" in row)
+    return _common.described(__file__, given, versions) | {"rows": list(found)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
