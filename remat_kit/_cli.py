@@ -138,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_plan(commands.choices["plan"], commands.choices["frontier"])
     _add_batch(commands.choices["max-batch"], commands.choices["fit"])
+    _add_bench(commands)
     policies = commands.add_parser(
         "policies", help="list the presets, or show one", allow_abbrev=False
     )
@@ -241,6 +242,37 @@ def _add_batch(max_batch: argparse.ArgumentParser, fit: argparse.ArgumentParser)
         metavar="N,N",
         help="the batch sizes: 8,16,32; repeatable",
     )
+
+
+def _add_bench(commands: Any) -> None:
+    from remat_kit import _bench
+
+    about = "plan one of the CNNs of a published table, beside the paper's figures"
+    known = ", ".join(line.arch for line in _bench.TABLE)
+    bench = commands.add_parser("bench", help=about, description=about, allow_abbrev=False)
+    bench.add_argument("--arch", metavar="NAME", required=True, help=f"one of {known}")
+    bench.add_argument(
+        "--target", metavar="T", default="cpu", help="the chip to compile for; 'cpu' by default"
+    )
+    bench.add_argument(
+        "--models", metavar="DIR", default="models", help="the folder of the model files"
+    )
+    bench.add_argument(
+        "--size",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="k=v",
+        help="an argument for the builder over the paper's; repeatable",
+    )
+    bench.add_argument(
+        "--compiles",
+        metavar="N",
+        type=_whole,
+        default=_bench.COMPILES,
+        help="compile at most N programs for each of the three plans",
+    )
+    bench.set_defaults(run=_bench_row)
 
 
 def _whole(text: str) -> int:
@@ -639,6 +671,29 @@ def _interruptible() -> Iterator[list[bool]]:
         yield came
     except KeyboardInterrupt:
         came.append(True)
+
+
+def _bench_row(options: argparse.Namespace) -> None:
+    from remat_kit import _bench
+
+    _bench.published(options.arch, call=f"--arch {options.arch}")
+    _stay_off_the_device((options.target,))
+    sizes = parse_sizes(options.size)
+    _check_targets((options.target,))
+    _check_writable(options.json)
+    with _Progress() as progress:
+        row = _bench.bench(
+            options.arch,
+            options.target,
+            models=options.models,
+            sizes=sizes,
+            compiles=options.compiles,
+            progress=progress.say,
+        )
+    if options.json:
+        _write_json(options.json, row.to_json())
+    if options.json != "-":
+        _show(row.table())
 
 
 def _policies(options: argparse.Namespace) -> None:

@@ -615,7 +615,7 @@ def test_version_and_help(run):
     assert status == 0
     assert out.startswith("remat-kit")
     models = ("inspect", "diff", "measure", "plan", "frontier", "max-batch", "fit")
-    for command in (*models, "policies", "targets"):
+    for command in (*models, "bench", "policies", "targets"):
         status, out, _ = run(command, "--help")
         assert status == 0
         assert "--json" in out

@@ -27,8 +27,8 @@ ORDER = (
     *("_region", "_schedule", "_remat", "_cache", "_hlo", "_liveness", "_anatomy", "_roofline"),
     *("_compile_worker", "_target", "_residuals", "_cost", "_solve", "_duplicates", "_lint"),
     *("_verdict", "_whatif", "_reading", "_table", "_figures", "_plan", "_compare", "_diff"),
-    *("_html", "_report", "_baseline", "testing", "_builder", "_fit", "_cli", "__init__"),
-    "__main__",
+    *("_html", "_report", "_baseline", "testing", "_builder", "_fit", "_bench", "_cli"),
+    *("__init__", "__main__"),
 )
 MODULES = sorted(PACKAGE.glob("*.py"))
 

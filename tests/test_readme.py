@@ -62,7 +62,7 @@ def test_command_works(command, monkeypatch, capsys):
 
 def test_every_command_is_shown():
     shown = {shlex.split(command)[1] for command in COMMANDS}
-    looked_at = {"inspect", "diff", "measure", "max-batch", "fit", "plan", "frontier"}
+    looked_at = {"inspect", "diff", "measure", "max-batch", "fit", "plan", "frontier", "bench"}
     assert shown == looked_at | {"policies", "targets"}
 
 
