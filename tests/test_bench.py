@@ -99,7 +99,7 @@ def test_goals_are_judged_by_what_was_compiled(search):
     found = search.outcomes(easy)
     assert [outcome.reached for outcome in found] == [True] * 3
     assert found[0].extra_forward <= 0.5
-    assert found[2].fraction < 0.9
+    assert found[2].fraction < 0.99
     memory, work, least = search.outcomes(dataclasses.replace(easy, least_mib=1))
     assert not any(outcome.reached for outcome in (memory, work, least))
     assert memory.temp_bytes is None
