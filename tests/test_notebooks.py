@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 
+import jax
 import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
@@ -33,12 +34,15 @@ def texts(cell):
         yield from (str(data) for data in output.get("data", {}).values())
 
 
-def test_both_are_there():
-    assert [path.stem for path in NOTEBOOKS] == ["1_what_is_saved", "2_policies"]
+def test_all_are_there():
+    names = ["1_what_is_saved", "2_policies", "3_plan_a_budget"]
+    assert [path.stem for path in NOTEBOOKS] == names
 
 
 @each
 def test_it_runs_without_an_error_or_a_warning(path):
+    if path.stem.startswith("3") and jax.__version_info__ < (0, 11):
+        pytest.skip("XLA:CPU of jax 0.10 undoes recomputation outside of a loop")
     notebook = read(path)
     for cell in code(notebook):
         cell.outputs = []
