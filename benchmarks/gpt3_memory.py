@@ -48,7 +48,7 @@ POINTS = 400  # of a curve in the JSON
 
 _SIZE = {"size": "72l", "batch": 4, "dtype": "bf16"}
 CASES = (Case("unrolled", "gpt", _SIZE), Case("scan", "gpt", {**_SIZE, "scan": True}))
-_TINY = {"size": "tiny", "layers": 4, "batch": 4, "dtype": "bf16"}
+_TINY = {"size": "tiny", "layers": 2, "batch": 4, "dtype": "bf16"}
 SMOKE = (Case("unrolled", "gpt", _TINY), Case("scan", "gpt", {**_TINY, "scan": True}))
 
 Row = dict[str, Any]
