@@ -156,7 +156,8 @@ def test_lines_of_progress_have_the_best_so_far():
 # -- the search, compiled ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [None, "nothing"])
+# pytest -m slow tests/test_fit.py
+@pytest.mark.parametrize("policy", [None, pytest.param("nothing", marks=pytest.mark.slow)])
 def test_max_batch(policy):
     found = remat_kit.max_batch(mlp, target=CHIP, policy=policy)
     assert measured(found.batch, policy).fits
@@ -168,11 +169,12 @@ def test_max_batch(policy):
 
 
 def test_recomputing_makes_room():
-    none = remat_kit.max_batch(stack, target=CHIP)
-    recipe = remat_kit.max_batch(stack, target=CHIP, policy=str(ROOT / "policies" / "nothing.toml"))
-    placed = remat_kit.max_batch(stack, target=CHIP, policy="nothing", at="layer")
+    largest = functools.partial(remat_kit.max_batch, stack, target=CHIP, step=32)
+    none = largest()
+    recipe = largest(policy=str(ROOT / "policies" / "nothing.toml"))
+    placed = largest(policy="nothing", at="layer")
     assert recipe.batch == placed.batch > none.batch
-    value = remat_kit.max_batch(stack, target=CHIP, policy=remat_kit.save(remat_kit.nothing))
+    value = largest(policy=remat_kit.save(remat_kit.nothing))
     assert (value.batch, value.policy) == (placed.batch, "save(nothing)")
 
 
@@ -408,8 +410,8 @@ def test_what_fit_says_of_a_wrong_call(options, wanted):
 
 
 def test_a_plan_makes_as_much_room_as_any_preset():
-    preset = remat_kit.max_batch(stack, target=CHIP, policy="nothing")
-    found = remat_kit.max_batch(stack, target=CHIP, policy="plan")
+    preset = remat_kit.max_batch(stack, target=CHIP, policy="nothing", step=32)
+    found = remat_kit.max_batch(stack, target=CHIP, policy="plan", step=32)
     assert found.policy == "plan"
     assert found.batch >= preset.batch
     fn, args = stack(batch=found.batch)

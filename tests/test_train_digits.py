@@ -21,7 +21,13 @@ def test_examples():
 
 @pytest.mark.parametrize(
     ("model", "given", "run"),
-    [("mlp", [], ["none", "nothing", "dots"]), ("resnet", ["nothing"], ["none", "nothing"])],
+    [
+        ("mlp", [], ["none", "nothing", "dots"]),
+        # pytest -m slow tests/test_train_digits.py
+        pytest.param(
+            *("resnet", ["nothing"], ["none", "nothing"]), id="resnet", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_policies_keep_every_loss(tmp_path, capsys, model, given, run):
     policies = [word for policy in given for word in ("--policy", policy)]
