@@ -43,6 +43,7 @@ import remat_kit
 
 HELD_OUT = 360  # images, a fifth
 BASELINE = "none"
+Images = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # as `digits` returns them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,7 @@ def resnet_task() -> Task:
 TASKS = {"mlp": mlp_task, "resnet": resnet_task}
 
 
-def digits(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def digits(seed: int) -> Images:
     """Return train images, train labels, test images, test labels; pixels in [0, 1]."""
     data: Any = load_digits()
     order = np.random.default_rng(seed).permutation(len(data.target))
@@ -126,14 +127,25 @@ def batches(n: int, options: argparse.Namespace) -> Iterator[np.ndarray]:
 
 
 def train(task: Task, policy: str, options: argparse.Namespace, tick: Callable[[], object]) -> Run:
-    """Train ``task`` under ``policy`` with Adam, calling ``tick`` after every step."""
-    images, labels, test_images, test_labels = digits(options.seed)
+    """Train ``task`` under ``policy`` on the digits, calling ``tick`` after every step."""
+    return trained(task, policy, with_policy(task, policy), digits(options.seed), options, tick)
+
+
+def trained(
+    task: Task,
+    policy: str,
+    loss: Callable[..., Any],
+    data: Images,
+    options: argparse.Namespace,
+    tick: Callable[[], object],
+) -> Run:
+    """Train ``loss``, that of ``task`` under ``policy``, with Adam, and test it."""
+    images, labels, test_images, test_labels = data
     inputs = task.view(images)
     variables = task.init(jax.random.key(options.seed), inputs[:1])
     params, stats = variables["params"], variables.get("batch_stats", {})
     optimizer = optax.adam(1e-3)
     state = optimizer.init(params)
-    loss = with_policy(task, policy)
 
     @jax.jit
     def step(params, stats, state, inputs, labels):
