@@ -117,6 +117,8 @@ class Equation:
         backward_flops: floating-point operations of its derivative.
         backward_seconds: roofline time of its derivative.
         working_bytes: what the derivative of an opaque operation needs beside its residuals.
+        early_bytes: what the derivative needs and the compiler makes as soon as the backward pass
+            begins, since it depends on nothing, where the operation is in a region.
         loop: the body of a scan, or None.
     """
 
@@ -134,6 +136,7 @@ class Equation:
     backward_flops: float
     backward_seconds: float
     working_bytes: int = 0
+    early_bytes: int = 0
     loop: Loop | None = None
 
 
@@ -246,9 +249,10 @@ class CostGraph:
         """What stretches without a region keep."""
         return {}
 
-    def made_in(self, start: int, stop: int) -> frozenset[int]:
-        """Return the tensors that some equations make."""
-        return frozenset(t for e in self.equations[start:stop] for t in e.makes)
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        return [t.bytes for t in self.tensors]
 
     def crossing(self, position: int) -> tuple[int, ...]:
         """Return the tensors made before an equation that it or later ones read."""
@@ -380,6 +384,7 @@ class _Demand:
     outside: frozenset[int]
     flops: float = 0.0
     seconds: float = 0.0
+    makes: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -411,7 +416,8 @@ class _Simulation:
         host = self.bytes(saved & on_host)
         self.forward(schedule)
         self.seconds += 2 * host / self.host_bandwidth
-        self.backward(schedule, 0, frozenset(), on_host)
+        early = [self.early_bytes(s) for s in schedule]
+        self.backward(schedule, 0, frozenset(), on_host, early)
         return Simulated(
             peak_bytes=self.peak,
             saved_bytes=self.bytes(saved - on_host) + own,
@@ -425,7 +431,7 @@ class _Simulation:
     # .. what is held
 
     def bytes(self, tensors: Iterable[int]) -> int:
-        return sum(self.graph.tensors[t].bytes for t in tensors)
+        return sum(map(self.graph.sizes.__getitem__, tensors))
 
     def held(self, schedule: Sequence[Segment]) -> list[frozenset[int]]:
         """For each segment, what must be held for its backward pass when that begins."""
@@ -443,17 +449,20 @@ class _Simulation:
 
     def own_bytes(self, segment: Segment) -> int:
         """Residuals that derivatives make for themselves, where no region recomputes them."""
-        plans = dict(segment.loops)
-        own = 0
-        for e in self.graph.equations[segment.start : segment.stop]:
-            if e.index in plans and e.loop is not None and self.keeps_loops(segment):
-                own += loop_bytes(e.loop, plans[e.index])
-            elif segment.plain:
-                own += e.made_in_memory
+        if not segment.plain:
+            return 0
+        own = int(self.graph.made_in_memory[segment.start : segment.stop].sum())
+        for i, plan in segment.loops:
+            e = self.graph.equations[i]
+            assert e.loop is not None
+            own += loop_bytes(e.loop, plan) - e.made_in_memory
         return own
 
-    def keeps_loops(self, segment: Segment) -> bool:
-        return segment.plain
+    def early_bytes(self, segment: Segment) -> int:
+        """What is made for a region's derivative as soon as the backward pass begins."""
+        if segment.plain:
+            return 0
+        return sum(e.early_bytes for e in self.graph.equations[segment.start : segment.stop])
 
     def demand(self, segment: Segment) -> _Demand:
         found = self.graph.demands.get(segment)
@@ -519,25 +528,23 @@ class _Simulation:
         base: float,
         given: frozenset[int],
         on_host: frozenset[int],
+        early: Sequence[int] = (),
     ) -> None:
         """Go back through segments; ``base`` bytes and the tensors ``given`` are held anyway."""
         held = self.held(schedule)
         own = [self.own_bytes(s) for s in schedule]
-        below: list[frozenset[int]] = [frozenset()]
-        for tensors in held:
+        if early:
+            own = [a + b for a, b in zip(own, early, strict=True)]
+        below = [given]
+        levels = [base]
+        for tensors, made in zip(held, own, strict=True):
+            levels.append(levels[-1] + self.bytes(tensors - below[-1]) + made)
             below.append(below[-1] | tensors)
         for number in range(len(schedule) - 1, -1, -1):
             segment = schedule[number]
-            around = below[number] - given - held[number]
-            mine = held[number] - given
-            level = (
-                base
-                + self.bytes(around - on_host)
-                + self.bytes(mine)
-                + sum(own[: number + 1])
-                + self.cotangents_across(segment.stop)
-            )
-            self.segment(segment, level, given | held[number] | around)
+            away = self.bytes((on_host & below[number]) - held[number]) if on_host else 0
+            level = levels[number + 1] - away + self.cotangents_across(segment.stop)
+            self.segment(segment, level, below[number + 1])
 
     def segment(self, segment: Segment, level: float, available: frozenset[int]) -> None:
         demand = self.demand(segment)
@@ -552,8 +559,8 @@ class _Simulation:
                 frozenset(),
             )
             return
-        made = self.graph.made_in(segment.start, segment.stop)
-        key = segment, available & made, self.host_bandwidth
+        made = {t for t in demand.makes if t in available}
+        key = segment, frozenset(made), self.host_bandwidth
         walk = self.graph.walks.get(key)
         if walk is None:
             walk = self.graph.walks[key] = self.leaf(segment, demand.again, key[1])
@@ -711,6 +718,7 @@ def closure(
         frozenset(outside),
         sum(equations[i].flops for i in again),
         sum(equations[i].seconds for i in again),
+        tuple(t for i in again for t in equations[i].makes if tensors[t].in_memory),
     )
 
 
@@ -970,6 +978,7 @@ class _Builder:
             )
             if loop is not None:
                 backward_seconds = loop.length * loop.graph.backward_seconds
+        pooling = _pooling_bytes(eqn) if rule and self.chip.platform == "cpu" else (0, 0)
         return Equation(
             index=i,
             primitive=_graph.primitive_name(eqn),
@@ -977,9 +986,10 @@ class _Builder:
             reads=reads,
             makes=makes,
             needs=needs,
-            keeps=keeps,
-            made_bytes=rule.made_bytes if rule else 0,
-            made_in_memory=self.made_in_memory(eqn, rule),
+            keeps=() if pooling[0] else keeps,
+            made_bytes=(rule.made_bytes if rule else 0) + pooling[0],
+            made_in_memory=self.made_in_memory(eqn, rule) + pooling[0],
+            early_bytes=pooling[1],
             flops=flops,
             seconds=seconds,
             backward_flops=rule.flops if rule else 0.0,
@@ -1084,6 +1094,27 @@ def is_fusible(eqn: Any) -> bool:
     if _jax.hi_primitive(eqn) is not None:
         return False
     return all(is_fusible(e) for b in _graph.bodies(eqn) for e in getattr(b.jaxpr, "eqns", ()))
+
+
+def _pooling_bytes(eqn: Any) -> tuple[int, int]:
+    """Return what the derivative of a maximum over windows takes on a CPU, kept and in a region.
+
+    XLA has no select-and-scatter there: it finds where each maximum is, an index for each dimension
+    (one pass over an iota for each, as large as the padded operand), and scatters into zeros. The
+    iotas and the zeros depend on nothing, so they are made early; outside a region the places are
+    known in the forward pass already (``SelectAndScatterExpander``; seen with jax 0.12).
+    """
+    if eqn.primitive.name not in ("reduce_window_max", "reduce_window_min"):
+        return 0, 0
+    (out,) = eqn.outvars
+    windows, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
+    padded = math.prod(
+        (n - 1) * stride + window
+        for n, stride, window in zip(out.aval.shape, strides, windows, strict=True)
+    )
+    index = 4 * len(windows)
+    zeros = padded * out.aval.dtype.itemsize
+    return math.prod(out.aval.shape) * index + zeros, padded * index + zeros
 
 
 def _rate(chip: Chip, eqn: Any) -> float:

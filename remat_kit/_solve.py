@@ -277,7 +277,8 @@ def positions(graph: CostGraph, keeps: Sequence[frozenset[int]] = (), most: int 
 
 
 def _forced(graph: CostGraph) -> set[int]:
-    scans = [e.index for e in graph.equations if e.loop is not None]
+    # Those whose derivative is cheaper outside of regions are to be left out of them.
+    scans = [e.index for e in graph.equations if e.loop is not None or e.early_bytes]
     return {0, len(graph.equations), *scans, *(i + 1 for i in scans)}
 
 
@@ -366,10 +367,15 @@ class _Chain:
         # What a rebuild writes and some derivative reads.
         self.rebuilt = {t: graph.tensors[t].bytes for t in graph.residuals}
         self.rebuilt = {t: b for t, b in self.rebuilt.items() if graph.tensors[t].in_memory}
+        self.reads = [e.reads for e in graph.equations]
+        self.written = [
+            [(t, self.rebuilt[t]) for t in e.makes if t in self.rebuilt] for e in graph.equations
+        ]
         self.made = [
             sum(e.made_in_memory for e in graph.equations[lo:hi] if e.loop is None)
             for lo, hi in self.ranges
         ]
+        self.early = [sum(e.early_bytes for e in graph.equations[lo:hi]) for lo, hi in self.ranges]
         # Without regions, an array in memory that some derivative reads is kept where it is made.
         keep = plain_keeps(graph, 0, len(graph.equations))
         own = [sum(e.made_in_memory for e in graph.equations[lo:hi]) for lo, hi in self.ranges]
@@ -438,6 +444,7 @@ class _Chain:
         and the work of that.
         """
         start, keep = self.cuts[first], level.keep
+        producers, written, reads, price = self.producers, self.written, self.reads, self.work
         seen: set[int] = set(keep)
         again: set[int] = set()
         built = work = 0.0
@@ -450,13 +457,14 @@ class _Chain:
                 if t in seen:
                     continue
                 seen.add(t)
-                i = self.producers[t]
+                i = producers[t]
                 if i >= start and i not in again:
                     again.add(i)
-                    e = self.graph.equations[i]
-                    work += self.work[i]
-                    built += sum(self.rebuilt.get(m, 0) for m in e.makes if m not in keep)
-                    todo += e.reads
+                    work += price[i]
+                    todo += reads[i]
+                    for made, size in written[i]:
+                        if made not in keep:
+                            built += size
             built += self.made[b]
             yield built, work
 
@@ -521,23 +529,27 @@ class _Composer:
         found = []
         kept = work = between = 0.0
         merged_peak = grouped_peak = dropped_peak = 0.0
-        inner = held = 0.0
+        inner = held = early = 0.0
         for j, (built, again) in zip(range(s, chain.count), chain.merged(level, s), strict=False):
-            out = level.out[s, j]
+            early += chain.early[j]
+            out = level.out[s, j] + early
             kept += level.kept[j]
             work += level.rebuild[j]
             # One region over all: what it rebuilds is there at once.
             merged_peak = max(merged_peak, built + chain.flowing[j])
-            found.append(_Item(s, j, "leaf", number, kept + out, kept, merged_peak, again))
+            found.append(_Item(s, j, "leaf", number, kept + out, kept + early, merged_peak, again))
             # A region around one per block: what they hand on is there at once, and the rest late.
             held += level.kept[j]
             grouped_peak = max(grouped_peak, inner + level.rebuilt[j] + chain.flowing[j])
             dropped_peak = max(dropped_peak, inner + held + level.rebuilt[j] + chain.flowing[j])
             if j > s:
                 extra = work + between
-                found.append(_Item(s, j, "hold", number, kept + out, kept, grouped_peak, extra))
+                found.append(
+                    _Item(s, j, "hold", number, kept + out, kept + early, grouped_peak, extra)
+                )
                 extra = chain.forward[s : j + 1].sum() + work
-                found.append(_Item(s, j, "drop", number, out, 0.0, dropped_peak, extra))
+                out = self.plain_out[s, j] + early  # what it keeps inside is handed on too
+                found.append(_Item(s, j, "drop", number, out, early, dropped_peak, extra))
             inner += level.out[j, j]
             between += level.pass_on[j]
         return found
@@ -587,7 +599,8 @@ class _Composer:
                 rest = memory[need:] - kept
                 value[need:] = item.work + best[item.last + 1][rest]
                 if item.form == "nest":
-                    value[need:] += self.inner[(item.first, item.last)][memory[need:]]
+                    inside = memory[need:] - round(item.stay / size)
+                    value[need:] += self.inner[(item.first, item.last)][inside]
                 better = value < best[t] * (1 - 1e-9)
                 best[t][better] = value[better]
                 choice[t][better] = number
@@ -625,6 +638,7 @@ class _Composer:
         if item.form == "leaf":
             return [Segment(lo, hi, save=self.kept(item.level, lo, hi))]
         if item.form == "nest":
+            room -= round(item.stay / self.size)
             return [Segment(lo, hi, inside=self.backtrack(item.first, item.last, room), hold=False)]
         inside = tuple(
             Segment(a, b, save=self.kept(item.level, a, b))
@@ -701,7 +715,9 @@ class _Composer:
                 self.inner[(s, t)], self.inner_choice[(s, t)] = value, pick
                 if length > 2:
                     again = float(forward[t + 1] - forward[s])
-                    found[s].append(_Item(s, t, "nest", -1, float(out[s, t]), 0.0, 0.0, again))
+                    early = float(sum(chain.early[s : t + 1]))
+                    kept = float(out[s, t]) + early
+                    found[s].append(_Item(s, t, "nest", -1, kept, early, 0.0, again))
         return found
 
     def backtrack(self, s: int, t: int, room: int) -> tuple[Segment, ...]:
@@ -882,7 +898,8 @@ def _proposals(
             keeps.setdefault(cutter.cut(price, free=handed)[0])
         composer = _Composer(chain, [chain.level(k) for k in _distinct(graph, keeps)], loops)
         top = float(chain.plain.sum() + chain.flowing.max())
-        steps = 4 * slots if chain.count <= 32 else slots  # short chains can have finer steps
+        # Each schedule is simulated; short chains and small graphs can have finer steps.
+        steps = slots * (4 if chain.count <= 32 else 2 if len(graph.equations) < 2500 else 1)
         for share in (1.0, 0.3):
             tick(f"schedules of {chain.count} blocks")
             composer.size = top * share * 1.02 / steps
