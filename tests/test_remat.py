@@ -1,5 +1,6 @@
 """`policy` on everything it decorates: the same numbers, the same parameters, clear errors."""
 
+import functools
 import re
 
 import flax.linen as nn
@@ -130,13 +131,19 @@ def step(model, train=True):
     return variables, out
 
 
+@functools.cache
+def plain_step():
+    """The step without a policy, once for all tests."""
+    return step(net(Layer))
+
+
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_linen_class(policy):
-    assert_equal(step(net(remat_kit.policy(policy)(Layer))), step(net(Layer)))
+    assert_equal(step(net(remat_kit.policy(policy)(Layer))), plain_step())
 
 
 def test_linen_bound_layers():
-    assert_equal(step(WithInstances(save(named("act")))), step(net(Layer)))
+    assert_equal(step(WithInstances(save(named("act")))), plain_step())
 
 
 def test_linen_layers_made_in_setup():
@@ -144,7 +151,7 @@ def test_linen_layers_made_in_setup():
 
 
 def test_linen_method():
-    assert_equal(step(WithMethod()), step(net(Layer)))
+    assert_equal(step(WithMethod()), plain_step())
 
 
 def test_linen_scan_body():
@@ -152,8 +159,8 @@ def test_linen_scan_body():
 
 
 def test_linen_top_instance_whole_and_by_path():
-    assert_equal(step(remat_kit.policy("dots")(net(Layer))), step(net(Layer)))
-    assert_equal(step(remat_kit.policy("dots", at="*/Layer_*")(net(Layer))), step(net(Layer)))
+    assert_equal(step(remat_kit.policy("dots")(net(Layer))), plain_step())
+    assert_equal(step(remat_kit.policy("dots", at="*/Layer_*")(net(Layer))), plain_step())
 
 
 def test_linen_keeps_the_names_of_classes_and_parameters():
@@ -333,8 +340,8 @@ def test_branches_hold_blocks():
 
 def test_module_selectors_see_full_paths_on_classes_and_at_paths():
     policy = save(module("*/up"))
-    assert_equal(step(net(remat_kit.policy(policy)(Layer))), step(net(Layer)))
-    assert_equal(step(remat_kit.policy(policy, at="*/Layer_*")(net(Layer))), step(net(Layer)))
+    assert_equal(step(net(remat_kit.policy(policy)(Layer))), plain_step())
+    assert_equal(step(remat_kit.policy(policy, at="*/Layer_*")(net(Layer))), plain_step())
 
 
 # -- NNX --------------------------------------------------------------------------------------
@@ -373,13 +380,19 @@ def nnx_step(block=Block, instance=lambda m: m, loss=lambda f: f):
     return value, nnx.to_pure_dict(grads), nnx.to_pure_dict(nnx.state(model))
 
 
+@functools.cache
+def plain_nnx_step():
+    """The step without a policy, once for all tests."""
+    return nnx_step()
+
+
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_nnx_class(policy):
-    assert_equal(nnx_step(remat_kit.policy(policy)(Block)), nnx_step())
+    assert_equal(nnx_step(remat_kit.policy(policy)(Block)), plain_nnx_step())
 
 
 def test_nnx_instance_shares_its_variables():
-    assert_equal(nnx_step(instance=remat_kit.policy("dots")), nnx_step())
+    assert_equal(nnx_step(instance=remat_kit.policy("dots")), plain_nnx_step())
     block = Block(nnx.Rngs(0))
     decorated = remat_kit.policy("dots")(block)
     assert type(block) is Block
@@ -391,7 +404,7 @@ def test_nnx_instance_shares_its_variables():
 @pytest.mark.parametrize("at", [None, "*/blocks/*"])
 @pytest.mark.parametrize("policy", ["dots", save(module("*/up")), save(named("act"))], ids=repr)
 def test_nnx_loss_function(at, policy):
-    assert_equal(nnx_step(loss=remat_kit.policy(policy, at=at)), nnx_step())
+    assert_equal(nnx_step(loss=remat_kit.policy(policy, at=at)), plain_nnx_step())
 
 
 def test_nnx_classes_are_as_before_after_a_trace():
@@ -436,7 +449,7 @@ def test_what_cannot_be_decorated():
 
 def test_offload_composes_with_save_on_an_unedited_model():
     policy = offload(module("*/down")) | save(module("*/up"))
-    assert_equal(step(remat_kit.policy(policy, at="*/Layer_*")(net(Layer))), step(net(Layer)))
+    assert_equal(step(remat_kit.policy(policy, at="*/Layer_*")(net(Layer))), plain_step())
 
 
 def test_at_says_that_another_region_is_in_the_way():
