@@ -5,8 +5,8 @@ sentences without, 180 with each layer recomputed, 258 with the kept layer input
 memory. Here a whole training step is compiled for each batch size tried: parameters and Adam's two
 moments in float32, donated, activations in half precision. The layers are one scan.
 
-    python benchmarks/bert_batch.py --json benchmarks/results/bert_batch.json
-    python benchmarks/bert_batch.py --target tpu-v5e --layers none "per layer"
+    python benchmarks/bert_batch.py --target v100-32g --json benchmarks/results/bert_batch_v100.json
+    python benchmarks/bert_batch.py --target tpu-v5e --layers none "per-layer"
 
 What was compiled before comes from the cache: a run that was cut off goes on where it was.
 
@@ -34,7 +34,7 @@ from remat_kit._target import Compiled, Target, compile_program
 
 GIB = 2**30
 # Paddle's rows: sentences in a batch, sentences a second.
-PUBLISHED = {"none": (18, 23.94), "per layer": (180, 17.82), "per layer + offload": (258, 15.47)}
+PUBLISHED = {"none": (18, 23.94), "per-layer": (180, 17.82), "per-layer+offload": (258, 15.47)}
 PLAN = "plan"
 HALF = {"v100-32g": "f16"}  # a V100's matrix units have no bfloat16
 
@@ -54,15 +54,15 @@ WAYS = {
     way.name: way
     for way in (
         Layers("none", "none", 16, 1),
-        Layers("per layer", "nothing", 368, 16),
+        Layers("per-layer", "nothing", 368, 16),
         Layers(
-            "per layer + offload",
+            "per-layer+offload",
             remat_kit.offload(remat_kit.named("layer_input")),
             544,
             16,
         ),
         Layers(PLAN, "none", 720, 16),
-        Layers("none, unrolled", "none", 26, 2, scan=False),
+        Layers("none-unrolled", "none", 26, 2, scan=False),
     )
 }
 CASE = Case("BERT-Large", "bert", {"size": "large", "seq": 512})

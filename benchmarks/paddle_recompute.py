@@ -81,7 +81,8 @@ def linen(width: int, recompute: tuple[int, ...]) -> tuple[Loss, Any]:
     variables = model.init({"params": first, "dropout": second}, jnp.zeros((1, width)))
 
     def loss(params, x, key):
-        return model.apply({"params": params}, x, rngs={"dropout": key}).mean()
+        out: Any = model.apply({"params": params}, x, rngs={"dropout": key})
+        return out.mean()
 
     return loss, variables["params"]
 
