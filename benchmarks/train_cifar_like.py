@@ -7,8 +7,8 @@ trained on and tested, though the crops overlap. The network is a VGG-11, 16 cha
 for two epochs with Adam from the same seed, once as it is and once with `remat_kit.plan(...,
 budget=...)`. It runs on the CPU, whatever chip the plan is made for.
 
-With batch normalization (a ResNet-18) XLA fuses, and so rounds, the two programs differently: the
-losses then drift apart by hundreds of units in the last place in 74 steps.
+With batch normalization, as in a ResNet, XLA fuses, and so rounds, the two programs differently,
+and the losses drift apart.
 
     python benchmarks/train_cifar_like.py --target h100 \\
         --json benchmarks/results/train_cifar_like.json \\
