@@ -24,7 +24,7 @@ from remat_kit import _cost, _figures, _graph, _recipe, _schedule, _solve
 from remat_kit import _policy as algebra
 from remat_kit._cost import CostGraph, Segment, Simulated
 from remat_kit._errors import UserError, unknown
-from remat_kit._gradient import Argnums, abstract, gradient_program
+from remat_kit._gradient import Argnums, abstract
 from remat_kit._policy import Planned, format_bytes, parse_bytes
 from remat_kit._remat import policy as apply
 from remat_kit._table import Table
@@ -259,7 +259,7 @@ def _frontier(
     )
     tick("bounds")
     bounds = _solve.bounds(graph)
-    given, made = _sizes(fn, args, argnums, call)
+    given, made = _sizes(graph, args, argnums, call)
     points = tuple(_point(graph, c.schedule, c.cost, bounds, worth, given, made) for c in found)
     whole = (Segment(0, len(graph.equations), plain=True),)
     plain = _point(graph, whole, _cost.simulate(graph, whole), bounds, worth, given, made)
@@ -303,13 +303,13 @@ def _point(
     )
 
 
-def _sizes(
-    fn: Callable[..., Any], args: Sequence[Any], argnums: Argnums, call: str
-) -> tuple[int, int]:
+def _sizes(graph: CostGraph, args: Sequence[Any], argnums: Argnums, call: str) -> tuple[int, int]:
     """Bytes of the arguments and of the loss and its gradients."""
     structs = abstract(args, call=call)
-    outs = jax.eval_shape(gradient_program(fn, args, argnums, call=call), *structs)
-    return tuple(sum(_graph.nbytes(x) for x in jax.tree.leaves(t)) for t in (structs, outs))  # type: ignore[return-value]
+    chosen = [argnums] if isinstance(argnums, int) else list(argnums or ())
+    gradients = [structs[p] for p in chosen]
+    given, made = (sum(_graph.nbytes(x) for x in jax.tree.leaves(t)) for t in (structs, gradients))
+    return given, made + sum(_graph.nbytes(v.aval) for v in graph.program.outvars)
 
 
 # -- a plan ---------------------------------------------------------------------------------------
@@ -836,7 +836,7 @@ def estimate(
     if marks[-1] < n:
         schedule += (Segment(marks[-1], n, plain=True),)
     cost = _cost.simulate(graph, schedule)
-    given, made = _sizes(fn, args, argnums, "estimate")
+    given, made = _sizes(graph, args, argnums, "estimate")
     return _point(graph, schedule, cost, _solve.bounds(graph), _solve.TIME, given, made)
 
 
