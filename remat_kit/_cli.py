@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import inspect
 import json
 import os
 import pathlib
@@ -21,7 +22,13 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from remat_kit._builder import Builder, Loss, loaded, parse_sizes
-from remat_kit._errors import InternalError, MissingPluginError, RematKitError, UserError
+from remat_kit._errors import (
+    InternalError,
+    MissingPluginError,
+    RematKitError,
+    UserError,
+    unknown,
+)
 
 BASELINE = "none"
 DONE, OWN_FAULT, USER_FAULT, INTERRUPTED = 0, 1, 2, 130
@@ -210,6 +217,12 @@ def _add_plan(plan: argparse.ArgumentParser, frontier: argparse.ArgumentParser) 
             default="balanced",
             help="what to spend least of: time (by the chip's roofline), flops, or balanced, the "
             "mean of both as shares of the forward pass (default)",
+        )
+        command.add_argument(
+            "--optimizer",
+            metavar="NAME",
+            help="count the whole training step with this optimizer of optax (adamw, sgd, lion): "
+            "its state, its update, parameters donated",
         )
     for kind, about in (("png", "draw memory against time"), ("html", "the same as a page")):
         frontier.add_argument(f"--{kind}", metavar="PATH", type=pathlib.Path, help=about)
@@ -504,6 +517,7 @@ def _plan(options: argparse.Namespace) -> None:
                 budget=options.budget,
                 target=_one_target(job),
                 objective=options.objective,
+                optimizer=_optimizer(options.optimizer),
                 progress=progress.say,
             )
     if options.save:
@@ -513,6 +527,31 @@ def _plan(options: argparse.Namespace) -> None:
         _write_json(options.json, job.described() | found.to_json())
     if options.json != "-":
         _show(found.explain())
+
+
+def _optimizer(name: str | None) -> Any:
+    """The optimizer of optax with a name; its learning rate does not matter for memory."""
+    if name is None:
+        return None
+    try:
+        import optax
+    except ImportError as error:
+        raise MissingPluginError(
+            f"`--optimizer {name}`: optax is not installed", hint="pip install optax"
+        ) from error
+    known = [n for n in dir(optax) if n.islower() and _makes_optimizer(getattr(optax, n))]
+    if name not in known:
+        raise unknown("optimizer of optax", name, known, call=f"--optimizer {name}")
+    return getattr(optax, name)(1e-3)
+
+
+def _makes_optimizer(make: Any) -> bool:
+    """Tell whether this is one of optax's optimizers: they take a learning rate first."""
+    try:
+        first = next(iter(inspect.signature(make).parameters), "")
+    except (TypeError, ValueError):
+        return False
+    return first == "learning_rate" and not inspect.isclass(make)
 
 
 def _frontier(options: argparse.Namespace) -> None:
@@ -533,6 +572,7 @@ def _frontier(options: argparse.Namespace) -> None:
                 *args,
                 target=_one_target(job),
                 objective=options.objective,
+                optimizer=_optimizer(options.optimizer),
                 progress=progress.say,
             )
     for kind in ("png", "html"):

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from remat_kit import _cost, _figures, _graph, _recipe, _schedule, _solve
+from remat_kit import _anatomy, _cost, _figures, _graph, _hlo, _recipe, _schedule, _solve, _step
 from remat_kit import _policy as algebra
 from remat_kit._cost import CostGraph, Segment, Simulated
 from remat_kit._errors import UserError, unknown
@@ -199,6 +199,7 @@ def frontier(
     target: str | Target = "cpu",
     argnums: Argnums = 0,
     objective: str = "balanced",
+    optimizer: Any = None,
     progress: Tick | None = None,
 ) -> Frontier:
     """Return every schedule of a loss that is worth having; nothing is compiled.
@@ -224,6 +225,7 @@ def frontier(
             ``"balanced"``, the mean of the two, each as a share of the forward pass. A roofline
             has matrix units run at their peak, which they do not, so time alone recomputes too
             many convolutions; FLOPs alone recompute elementwise operations without an end.
+        optimizer: an ``optax.GradientTransformation`` whose state is there too, as for `plan`.
         progress: called with what is worked on. Ctrl-C ends the search with what it has.
 
     Raises:
@@ -231,7 +233,14 @@ def frontier(
         UnknownNameError: no chip or objective has that name.
     """
     return _frontier(
-        fn, args, find_target(target), argnums, objective, progress or _silent, "frontier"
+        fn,
+        args,
+        find_target(target),
+        argnums,
+        objective,
+        optimizer,
+        progress or _silent,
+        "frontier",
     )
 
 
@@ -245,6 +254,7 @@ def _frontier(
     chip: Target,
     argnums: Argnums,
     objective: str,
+    optimizer: Any,
     tick: Tick,
     call: str,
 ) -> Frontier:
@@ -260,6 +270,9 @@ def _frontier(
     tick("bounds")
     bounds = _solve.bounds(graph)
     given, made = _sizes(graph, args, argnums, call)
+    if optimizer is not None:
+        state, _ = _step.state_of(optimizer, args, argnums, call)
+        given += sum(_graph.nbytes(x) for x in jax.tree.leaves(state))
     points = tuple(_point(graph, c.schedule, c.cost, bounds, worth, given, made) for c in found)
     whole = (Segment(0, len(graph.equations), plain=True),)
     plain = _point(graph, whole, _cost.simulate(graph, whole), bounds, worth, given, made)
@@ -350,7 +363,9 @@ class Plan(Planned):
         minimum_bytes: the least peak that the planner knows of, as far as that was compiled, else
             predicted.
         point: the figures of the schedule.
-        step_seconds: roofline time of the whole step.
+        step_seconds: roofline time of the whole step, without the optimizer.
+        peak_phase: of the compiled program: ``"forward"``, ``"recompute"``, ``"backward"`` or
+            ``"update"``; "" where nothing was compiled.
         tried: how many programs were compiled.
         modules: what it does, by module.
         notes: what to know.
@@ -364,6 +379,7 @@ class Plan(Planned):
     minimum_bytes: int = dataclasses.field(default=0, compare=False)
     point: Point | None = dataclasses.field(default=None, compare=False)
     step_seconds: float = dataclasses.field(default=0.0, compare=False)
+    peak_phase: str = dataclasses.field(default="", compare=False)
     tried: int = dataclasses.field(default=0, compare=False)
     modules: tuple[ModulePlan, ...] = dataclasses.field(default=(), compare=False)
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
@@ -391,6 +407,7 @@ class Plan(Planned):
             "extra_flops_fraction": self.point.extra_flops_fraction if self.point else None,
             "extra_seconds": self.point.extra_seconds if self.point else None,
             "step_seconds": self.step_seconds,
+            "peak_phase": self.peak_phase,
             "minimum_bytes": self.minimum_bytes,
             "tried": self.tried,
             "notes": list(self.notes),
@@ -456,6 +473,7 @@ def plan(
     target: str | Target = "cpu",
     argnums: Argnums = 0,
     objective: str = "balanced",
+    optimizer: Any = None,
     compiles: int = 5,
     progress: Tick | None = None,
 ) -> Plan:
@@ -484,6 +502,9 @@ def plan(
         target: the chip to compile for.
         argnums: what to differentiate.
         objective: what to spend least of, as for `frontier`.
+        optimizer: an ``optax.GradientTransformation``. What is compiled is then the whole training
+            step: gradients, the optimizer's state, the update, and parameters and state donated;
+            budgets count all of it.
         compiles: how many programs may be compiled beside the one without a plan.
         progress: called with what is worked on. Ctrl-C ends the search with the best so far.
 
@@ -495,8 +516,8 @@ def plan(
     chip = find_target(target)
     wanted = _parsed(budget)
     tick = progress or _silent
-    found = _frontier(fn, args, chip, argnums, objective, tick, "plan")
-    return _Search(fn, args, chip, argnums, found, wanted, compiles, tick).run()
+    found = _frontier(fn, args, chip, argnums, objective, optimizer, tick, "plan")
+    return _Search(fn, args, chip, argnums, found, wanted, compiles, tick, optimizer).run()
 
 
 def _parsed(budget: str | int | float) -> str | int | float:
@@ -532,10 +553,13 @@ class _Search:
         budget: str | int | float,
         compiles: int,
         tick: Tick,
+        optimizer: Any = None,
     ):
+        self.optimizer = optimizer
         self.fn, self.args, self.chip, self.argnums = fn, args, chip, argnums
         self.frontier, self.budget, self.compiles, self.tick = frontier, budget, compiles, tick
         self.known: dict[int, Memory] = {}  # by the place of the point
+        self.texts: dict[int, str | None] = {}
         self.points = (*frontier.points, frontier.plain)
         self.plain = len(frontier.points)
 
@@ -580,15 +604,22 @@ class _Search:
         return base.argument_bytes + base.output_bytes - (base.alias_bytes or 0)
 
     def compile(self, place: int) -> None:
+        if place in self.known:
+            return
         point = self.points[place]
         fn = self.fn
         if place != self.plain:
             fn = apply(_policy_of(self.frontier.graph, point.schedule))(fn)
         share = f"+{100 * point.extra_flops_fraction:.1f} % FLOPs"
         self.tick(f"compiling for {self.chip.name}: {share}{self.so_far()}")
-        self.known[place] = compile_program(
-            fn, self.args, self.chip, argnums=self.argnums, call="plan"
-        ).memory
+        args, argnums, donated = self.args, self.argnums, ()
+        if self.optimizer is not None:
+            fn, args, donated = _step.training_step(fn, self.optimizer, args, argnums, "plan")
+            argnums = None
+        compiled = compile_program(
+            fn, args, self.chip, argnums=argnums, donate_argnums=donated, call="plan"
+        )
+        self.known[place], self.texts[place] = compiled.memory, compiled.hlo_text
 
     def so_far(self) -> str:
         peaks = [m.peak_bytes for m in self.known.values() if m.peak_bytes]
@@ -679,6 +710,13 @@ class _Search:
             hint="a smaller batch, or a chip with more memory; budget='min' gives the least",
         )
 
+    def phase(self, place: int) -> str:
+        """The phase of the compiled program's peak; "" where the compiler gave no program."""
+        text = self.texts.get(place)
+        if text is None:
+            return ""
+        return _anatomy.anatomy(_hlo.parse(text), platform=self.chip.platform).peak.phase
+
     # .. the answer
 
     def plan(self, place: int, limit: int | None, predicted: int) -> Plan:
@@ -686,8 +724,13 @@ class _Search:
         policy = _policy_of(graph, point.schedule)
         least = min(range(len(self.points)), key=self.predicted)
         memory = self.known[place]
+        phase = self.phase(place)
         notes = []
-        if memory.peak_bytes is not None and point.cost.peak_bytes <= self.frontier.output_bytes:
+        if phase == _anatomy.UPDATE:
+            notes.append(
+                "the peak is in the update of the parameters: recomputing more cannot help"
+            )
+        elif memory.peak_bytes is not None and point.cost.peak_bytes <= self.frontier.output_bytes:
             notes.append("arguments and gradients alone make the peak: no recompute can help")
         step = self.frontier.forward_seconds + self.frontier.backward_seconds
         return Plan(
@@ -701,6 +744,7 @@ class _Search:
             minimum_bytes=self.predicted(least),
             point=point,
             step_seconds=step + point.extra_seconds,
+            peak_phase=phase,
             tried=len(self.known),
             modules=_by_module(graph, point.schedule),
             notes=tuple(notes),

@@ -7,6 +7,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import planner
 import pytest
 from zoo import load
@@ -310,6 +311,47 @@ def test_the_command_line_plans(tmp_path, capsys):
     assert "arguments alone" in capsys.readouterr().err
     assert _cli.main(["plan", *model, "--budget", "min", "--target", "cpu", "cpu@1GiB"]) == 2
     assert "one chip" in capsys.readouterr().err
+
+
+@lean
+def test_a_whole_training_step_is_counted():
+    args = [(struct(256, 256), struct(256, 256))] * 4, struct(8192, 256)
+    parameters = 8 * 256 * 256 * 4
+    loss = remat_kit.plan(mlp, *args, budget="min")
+    step = remat_kit.plan(mlp, *args, budget="min", optimizer=optax.adam(1e-3))
+    given = step.compiled.argument_bytes - loss.compiled.argument_bytes
+    assert 2 * parameters <= given <= 2 * parameters + 64  # two moments, and a count of steps
+    # What is donated needs no room of its own for the result.
+    assert step.compiled.alias_bytes >= 3 * parameters
+    assert loss.peak_phase in ("recompute", "backward")
+    assert step.to_json()["peak_phase"] == step.peak_phase
+    assert step.baseline.peak_bytes > step.compiled_peak_bytes
+
+    few = args[0], struct(8, 256)
+    small = remat_kit.plan(mlp, *few, budget="min", optimizer=optax.adam(1e-3))
+    assert small.peak_phase == "update"
+    assert any("update" in note for note in small.notes)
+
+    front = remat_kit.frontier(mlp, *args, optimizer=optax.adam(1e-3))
+    assert front.argument_bytes == step.compiled.argument_bytes
+
+
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(UserError, match=r"optax\.adam"):
+        remat_kit.plan(mlp, *ARGS, budget="min", optimizer="adam")
+    with pytest.raises(UserError, match="one argument"):
+        remat_kit.plan(mlp, *ARGS, budget="min", argnums=(0, 1), optimizer=optax.sgd(0.1))
+
+
+def test_the_command_line_counts_the_step(capsys, tmp_path):
+    model = ["frontier", "models/mlp.py:build", "--json", "-"]
+    assert _cli.main([*model, "--optimizer", "adamw"]) == 0
+    step = json.loads(capsys.readouterr().out)
+    assert _cli.main(model) == 0
+    loss = json.loads(capsys.readouterr().out)
+    assert step["argument_bytes"] > 2 * loss["argument_bytes"]
+    assert _cli.main([*model, "--optimizer", "admaw"]) == 2
+    assert "adamw" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # pytest -m slow tests/test_plan.py
