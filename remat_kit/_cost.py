@@ -117,8 +117,9 @@ class Equation:
         backward_flops: floating-point operations of its derivative.
         backward_seconds: roofline time of its derivative.
         working_bytes: what the derivative of an opaque operation needs beside its residuals.
-        early_bytes: what the derivative needs and the compiler makes as soon as the backward pass
-            begins, since it depends on nothing, where the operation is in a region.
+        early_bytes: what the derivative needs and the compiler makes before everything else, since
+            it depends on nothing: there until the operation has run in the forward pass where it is
+            in no region, until the backward pass is through with it where it is in one.
         loop: the body of a scan, or None.
     """
 
@@ -248,6 +249,11 @@ class CostGraph:
     def keeps(self) -> dict[tuple[int, int], frozenset[int]]:
         """What stretches without a region keep."""
         return {}
+
+    @functools.cached_property
+    def pooling(self) -> list[int]:
+        """The equations that have ``early_bytes``."""
+        return [e.index for e in self.equations if e.early_bytes]
 
     @functools.cached_property
     def sizes(self) -> list[int]:
@@ -459,7 +465,7 @@ class _Simulation:
         return own
 
     def early_bytes(self, segment: Segment) -> int:
-        """What is made for a region's derivative as soon as the backward pass begins."""
+        """What is made for a region's derivative long before it."""
         if segment.plain:
             return 0
         return sum(e.early_bytes for e in self.graph.equations[segment.start : segment.stop])
@@ -509,6 +515,11 @@ class _Simulation:
             elif tensor.producer >= 0:
                 steps[tensor.producer] += tensor.bytes
         for segment in schedule:
+            for i in graph.pooling:
+                if segment.start <= i < segment.stop:
+                    steps[0] += graph.equations[i].early_bytes
+                    if segment.plain:
+                        steps[i] -= graph.equations[i].early_bytes
             if segment.plain:
                 steps[segment.start : segment.stop] += graph.made_in_memory[
                     segment.start : segment.stop

@@ -219,11 +219,11 @@ def bounds(graph: CostGraph, prices: Sequence[float] = ()) -> Bounds:
     (True, 0.0)
     """
     # Outside every region the compiler fuses what it can into its readers, for nothing.
-    cutter = _Cutter(graph, TIME, fused_is_free=True)
+    cutters = [(times, _Cutter(part, TIME, fused_is_free=True)) for times, part in _unrolled(graph)]
     lines = [(0.0, 0.0)]
     for price in prices or _prices(graph, 12):
-        lines.append((price, cutter.cut(price)[1]))
-    lines.append((0.0, 0.0))
+        # What an iteration of a scan needs is its own; what comes into it counts as free.
+        lines.append((price, sum(times * cutter.cut(price)[1] for times, cutter in cutters)))
     working = 0
     for e in graph.equations:
         held = {t for t in e.needs if graph.tensors[t].in_memory}
@@ -234,13 +234,23 @@ def bounds(graph: CostGraph, prices: Sequence[float] = ()) -> Bounds:
     return Bounds(tuple(lines), working)
 
 
+def _unrolled(graph: CostGraph, times: int = 1) -> Iterator[tuple[int, CostGraph]]:
+    """Yield a graph and the bodies of its scans, each with how often it runs."""
+    yield times, graph
+    for e in graph.equations:
+        if e.loop is not None:
+            yield from _unrolled(e.loop.graph, times * e.loop.length)
+
+
 def _has_cotangent(graph: CostGraph, t: int) -> bool:
     return graph.tensors[t].active and graph.tensors[t].producer >= 0
 
 
 def _prices(graph: CostGraph, count: int) -> list[float]:
     """Prices of a byte from one that keeps everything to one that keeps nothing."""
-    total = sum(graph.tensors[t].bytes for t in graph.residuals)
+    total = sum(
+        times * part.tensors[t].bytes for times, part in _unrolled(graph) for t in part.residuals
+    )
     middle = graph.forward_seconds / max(total, 1)
     return [middle * 10 ** (-2 + 4 * k / (count - 1)) for k in range(count)]
 
@@ -744,7 +754,8 @@ class _Composer:
 def _plain_item(chain: _Chain, b: int) -> _Item:
     stay = float(chain.plain[b])
     kept = stay + float(chain.plain_out[b])
-    return _Item(b, b, "plain", -1, kept, stay, float(chain.flowing[b]), 0.0)
+    working = float(max(chain.flowing[b], sum(chain.early[b:])))
+    return _Item(b, b, "plain", -1, kept, stay, working, 0.0)
 
 
 def _undominated(items: Sequence[_Item]) -> list[_Item]:
@@ -794,31 +805,47 @@ def candidates(
         slots: into how many steps memory is divided.
         host_bandwidth: bytes a second to the host.
     """
+    found: list[Candidate] = []
+    try:
+        for candidate in _simulated(graph, tick, levels, slots, host_bandwidth, worth):
+            found.append(candidate)
+    except KeyboardInterrupt:
+        if len(found) < 2:
+            raise
+    return pareto(found, worth)
+
+
+def _simulated(
+    graph: CostGraph,
+    tick: Callable[[str], None],
+    levels: int,
+    slots: int,
+    host_bandwidth: float,
+    worth: Worth,
+) -> Iterator[Candidate]:
+    """Yield every schedule that is proposed, and what it takes; the first has no region."""
     n = len(graph.equations)
     if n == 0:
-        return []
-    plain = Candidate((Segment(0, n, plain=True),), simulate(graph, (Segment(0, n, plain=True),)))
-    found = [plain]
+        return
+    plain = (Segment(0, n, plain=True),)
+    found = [Candidate(plain, simulate(graph, plain))]
+    yield found[0]
     if not graph.residuals and not any(e.loop for e in graph.equations):
-        return found
+        return
     loops: dict[int, list[LoopPlan]] = {}
     for e in graph.equations:
         if e.loop is not None:
             tick(f"the scan at {e.module or 'the top'}")
             loops[e.index] = loop_plans(e, worth)
     seen: set[tuple[Segment, ...]] = set()
-    try:
-        for schedule in _proposals(graph, loops, levels, slots, tick, worth):
-            if schedule not in seen:
-                seen.add(schedule)
-                cost = simulate(graph, schedule, host_bandwidth=host_bandwidth)
-                found.append(Candidate(schedule, cost))
-        if n <= _SMALL:
-            return _polished(graph, pareto(found, worth), seen, host_bandwidth, worth)
-    except KeyboardInterrupt:
-        if len(found) < 2:
-            raise
-    return pareto(found, worth)
+    for schedule in _proposals(graph, loops, levels, slots, tick, worth):
+        if schedule not in seen:
+            seen.add(schedule)
+            cost = simulate(graph, schedule, host_bandwidth=host_bandwidth)
+            found.append(Candidate(schedule, cost))
+            yield found[-1]
+    if n <= _SMALL:
+        yield from _polished(graph, pareto(found, worth), seen, host_bandwidth, worth)
 
 
 _SMALL = 32
@@ -964,17 +991,18 @@ def loop_plans(e: Any, worth: Worth = TIME, most: int = 48) -> list[LoopPlan]:
     """Return ways to run a scan: its body's schedules, two depth ranges, groups."""
     loop = e.loop
     n = len(loop.graph.equations)
-    plain = (Segment(0, n, plain=True),)
-    whole = (Segment(0, n),)
-    bodies = [c.schedule for c in candidates(loop.graph, levels=8, slots=120, worth=worth)]
-    if whole not in bodies:
-        bodies.append(whole)
     length = loop.length
-    one = [LoopPlan(((length, 1, body),)) for body in dict.fromkeys([plain, *bodies])]
+    whole = (Segment(0, n),)
+    # All that is proposed, for what counts here is what an iteration keeps, many times over, and
+    # not its own peak.
+    proposed = _simulated(loop.graph, _silent, 8, 120, math.inf, worth)
+    bodies = dict.fromkeys([whole, *_regions(loop.graph, worth), *(c.schedule for c in proposed)])
+    one = [LoopPlan(((length, 1, body),)) for body in bodies]
     cost = {p: loop_cost(loop, p) for p in one}
     hull = _pareto(one, cost.__getitem__, worth)
     found = list(hull)
-    for a, b in itertools.pairwise(hull):
+    corners = _convex(hull, [(cost[p].peak_bytes, worth.extra(cost[p])) for p in hull])
+    for a, b in itertools.pairwise(corners):
         for share in (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875):
             first = round(length * share)
             if 0 < first < length:
@@ -986,5 +1014,50 @@ def loop_plans(e: Any, worth: Worth = TIME, most: int = 48) -> list[LoopPlan]:
             found.append(LoopPlan(((length, group, body),)))
     cost |= {p: loop_cost(loop, p) for p in found}
     kept = _pareto(found, cost.__getitem__, worth)
-    step = max(1, len(kept) // most)
-    return kept[::step] + ([kept[-1]] if (len(kept) - 1) % step else [])
+    return _thinned(kept, [(cost[p].peak_bytes, worth.extra(cost[p])) for p in kept], most)
+
+
+def _silent(what: str) -> None:
+    del what
+
+
+def _regions(graph: CostGraph, worth: Worth) -> Iterator[tuple[Segment, ...]]:
+    """Yield one region over everything for each price of a byte, and one for each part of it."""
+    cutter = _Cutter(graph, worth)
+    n = len(graph.equations)
+    keeps = dict.fromkeys(cutter.cut(price)[0] for price in _prices(graph, 16))
+    cuts = _coarser(graph, positions(graph, list(keeps)), list(keeps), most=8)
+    for keep in keeps:
+        yield (Segment(0, n, save=keep),)
+        yield tuple(
+            _part(graph, Segment(0, n, save=keep), a, b) for a, b in itertools.pairwise(cuts)
+        )
+
+
+def _convex(items: Sequence[_T], at: Sequence[tuple[float, float]]) -> list[_T]:
+    """Return the corners of the convex hull below a falling curve: a mean of two is on no other."""
+    hull: list[tuple[float, float, _T]] = []
+    for (x, y), item in zip(at, items, strict=True):
+        while len(hull) > 1:
+            (x0, y0, _), (x1, y1, _) = hull[-2:]
+            if (x1 - x0) * (y - y0) - (y1 - y0) * (x - x0) > 0:
+                break
+            hull.pop()
+        hull.append((x, y, item))
+    return [item for _, _, item in hull]
+
+
+def _thinned(items: Sequence[_T], at: Sequence[tuple[float, float]], most: int) -> list[_T]:
+    """Leave out, one by one, the item whose neighbours on a curve are nearest to each other.
+
+    A step in memory counts by its ratio, one in work by its share of all of it.
+    """
+    highest = max((work for _, work in at), default=0.0) or 1.0
+    left = [
+        (math.log(max(peak, 1.0)), work / highest, item)
+        for (peak, work), item in zip(at, items, strict=True)
+    ]
+    while len(left) > max(most, 2):
+        gaps = [abs(b[0] - a[0]) + abs(b[1] - a[1]) for a, b in zip(left, left[2:], strict=False)]
+        del left[1 + gaps.index(min(gaps))]
+    return [item for _, _, item in left]
