@@ -23,8 +23,18 @@ CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # Each module imports only from those before it.
 ORDER = (
-    *("_errors", "_jax", "_policy", "_recipe", "_gradient", "_step", "_flax", "_graph", "_dataflow"),
-    *("_region", "_schedule", "_remat", "_cache", "_hlo", "_liveness", "_anatomy", "_roofline"),
+    *("_errors", "_jax", "_policy", "_recipe", "_gradient", "_step", "_flax", "_graph"),
+    *(
+        "_dataflow",
+        "_region",
+        "_schedule",
+        "_remat",
+        "_cache",
+        "_hlo",
+        "_liveness",
+        "_anatomy",
+        "_roofline",
+    ),
     *("_compile_worker", "_target", "_residuals", "_cost", "_solve", "_duplicates", "_lint"),
     *("_verdict", "_whatif", "_reading", "_table", "_figures", "_plan", "_compare", "_diff"),
     *("_html", "_report", "_baseline", "testing", "_builder", "_fit", "_bench", "_cli"),
