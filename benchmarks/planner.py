@@ -20,6 +20,7 @@ import _common
 from _common import MIB, Case
 
 import remat_kit
+from remat_kit import _plan
 
 CASES = {
     "mlp32": Case("residual MLP, 32 blocks", "residual_mlp", {}),
@@ -35,28 +36,28 @@ SMOKE = {
 }
 
 
-def rows(cases: Sequence[Case], chip: str, budgets: Sequence[str]) -> Iterator[dict[str, Any]]:
+def rows(
+    cases: Sequence[Case], chip: str, budgets: Sequence[str], objective: str = "balanced"
+) -> Iterator[dict[str, Any]]:
     """Plan each model; compile a plan for each budget."""
     with _common.progress() as bar:
         job = bar.add_task("", total=len(cases) * (1 + len(budgets)))
         for case in cases:
             bar.update(job, description=case.name)
             fn, args = case.loss("none")
-            front = remat_kit.frontier(fn, *args, target=chip)
+            front = remat_kit.frontier(fn, *args, target=chip, objective=objective)
             bar.advance(job)
-            plans = []
-            for budget in budgets:
-                bar.update(job, description=f"{case.name}, {budget}")
-                plans.append({"budget": budget, **_planned(fn, args, chip, budget)})
-                bar.advance(job)
-            yield {"model": case.name, "frontier": front.to_json(), "plans": plans}
+            plans = _plan.plans(fn, *args, budgets=budgets, target=chip, objective=objective)
+            bar.advance(job, advance=len(budgets))
+            found = [
+                {"budget": budget, **_described(plan)}
+                for budget, plan in zip(budgets, plans, strict=True)
+            ]
+            yield {"model": case.name, "frontier": front.to_json(), "plans": found}
 
 
-def _planned(fn: Any, args: Any, chip: str, budget: str) -> dict[str, Any]:
-    try:
-        return remat_kit.plan(fn, *args, budget=budget, target=chip).to_json()
-    except remat_kit.UserError as error:
-        return {"error": str(error)}
+def _described(plan: Any) -> dict[str, Any]:
+    return {"error": str(plan)} if isinstance(plan, Exception) else plan.to_json()
 
 
 def rendered(report: dict[str, Any]) -> str:
@@ -83,7 +84,8 @@ def rendered(report: dict[str, Any]) -> str:
         ]
     for row in report["rows"]:
         lines += [_plan_line(row["model"], plan) for plan in row["plans"]]
-    about = f"Extra FLOPs in parts of the forward pass; planned for {report['chip']}."
+    about = f"Extra FLOPs in parts of the forward pass; planned for {report['chip']}, "
+    about += f"objective {report['objective']}."
     return "\n".join([*lines, *_common.ending(report, about)])
 
 
@@ -113,12 +115,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--target", default="h100", help="the chip; h100 by default")
     parser.add_argument("--budget", nargs="+", default=[], help="compile a plan for each of them")
+    parser.add_argument("--objective", default="balanced", help="balanced (default), time or flops")
     options = parser.parse_args(given)
     cases = list(SMOKE.values()) if options.smoke else [CASES[name] for name in options.model]
     versions = {name: __import__(name).__version__ for name in ("jax", "jaxlib")}
     report = _common.described(__file__, given, [versions])
-    report["chip"] = options.target
-    report["rows"] = list(rows(cases, options.target, options.budget))
+    report["chip"], report["objective"] = options.target, options.objective
+    report["rows"] = list(rows(cases, options.target, options.budget, options.objective))
     table = rendered(report)
     if options.json is not None:
         _common.write(options.json, report, table)

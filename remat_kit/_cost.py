@@ -62,7 +62,8 @@ class Tensor:
             into everything that reads it.
         active: whether a cotangent flows back to it.
         gradient_bytes: of the gradient of an argument that is differentiated, else 0.
-        sources: the arrays in memory that it is fused from; itself where it is in memory.
+        sources: the arrays that are held where it is needed later: itself where it is in memory,
+            else those in memory that it is fused from, unless they are many more bytes than it.
     """
 
     index: int
@@ -555,9 +556,12 @@ class _Simulation:
             segment = schedule[number]
             away = self.bytes((on_host & below[number]) - held[number]) if on_host else 0
             level = levels[number + 1] - away + self.cotangents_across(segment.stop)
-            self.segment(segment, level, below[number + 1])
+            self.segment(segment, level, below[number + 1], held[number] - below[number])
 
-    def segment(self, segment: Segment, level: float, available: frozenset[int]) -> None:
+    def segment(
+        self, segment: Segment, level: float, available: frozenset[int], mine: frozenset[int]
+    ) -> None:
+        """One segment, when ``available`` tensors are there, ``mine`` for this segment alone."""
         demand = self.demand(segment)
         self.flops += demand.flops
         self.seconds += demand.seconds
@@ -571,17 +575,26 @@ class _Simulation:
             )
             return
         made = {t for t in demand.makes if t in available}
-        key = segment, frozenset(made), self.host_bandwidth
+        key = segment, frozenset(made), mine, self.host_bandwidth
         walk = self.graph.walks.get(key)
         if walk is None:
-            walk = self.graph.walks[key] = self.leaf(segment, demand.again, key[1])
+            walk = self.graph.walks[key] = self.leaf(segment, demand.again, key[1], mine)
         self.flops += walk.flops
         self.seconds += walk.seconds
         self.note(level + walk.recompute, segment, "recompute")
         self.note(level + walk.backward, segment, "backward")
 
-    def leaf(self, segment: Segment, again: Sequence[int], available: frozenset[int]) -> _Walk:
-        """One region without regions inside: recompute, then go back through its operations."""
+    def leaf(
+        self,
+        segment: Segment,
+        again: Sequence[int],
+        available: frozenset[int],
+        mine: frozenset[int],
+    ) -> _Walk:
+        """One region without regions inside: recompute, then go back through its operations.
+
+        What is there for this segment alone goes when its first reader's derivative is done.
+        """
         graph, plans = self.graph, dict(segment.loops)
         equations = graph.equations[segment.start : segment.stop]
         live = recompute = backward = 0.0
@@ -589,42 +602,51 @@ class _Simulation:
         first_need: dict[int, int] = {}
         for e in reversed(equations):
             for t in e.needs:
-                first_need[t] = e.index
+                there = t in available or t in mine
+                first_need.update(
+                    dict.fromkeys((t,) if there else graph.tensors[t].sources, e.index)
+                )
         dies: dict[int, list[int]] = {}
         rebuilt = set[int]()
         for i in again:
             for t in graph.equations[i].makes:
                 tensor = graph.tensors[t]
-                if t in available or not tensor.in_memory:
+                if t in available:
                     continue
                 if t in first_need:
                     rebuilt.add(t)
                     live += tensor.bytes
-                else:
+                elif tensor.in_memory:
                     last = max((u for u in tensor.users if u < segment.stop), default=i)
                     live += tensor.bytes
                     dies.setdefault(last, []).append(t)
             recompute = max(recompute, live)
             for t in dies.pop(i, ()):
                 live -= graph.tensors[t].bytes
-        for waiting in dies.values():
-            live -= self.bytes(waiting)
+        for tensors in dies.values():
+            live -= self.bytes(tensors)
         released: dict[int, list[int]] = {}
-        for t in rebuilt:
+        for t in rebuilt | (mine & first_need.keys()):
             released.setdefault(first_need[t], []).append(t)
         if not segment.plain:
             live += sum(e.made_in_memory for e in equations if e.loop is None)
         cotangents = _Cotangents(graph, segment.start, segment.stop)
         gradients = graph.gradient_bytes
         recompute = max(recompute, live + gradients[segment.stop])
+        waiting = 0
         for e in reversed(equations):
-            live += cotangents.begin(e)
+            begun = cotangents.begin(e)
+            live += begun
             extra = e.working_bytes
             if e.loop is not None:
                 extra = self.loop(e, plans.get(e.index), segment)
             backward = max(backward, live + extra + gradients[e.index])
             live -= cotangents.end(e)
-            live -= self.bytes(released.get(e.index, ()))
+            # What a derivative reads is there until the cotangent that it helps to make is written.
+            waiting += self.bytes(released.get(e.index, ()))
+            if begun:
+                live -= waiting
+                waiting = 0
             if (segment.plain and e.index not in plans) or (not segment.plain and e.loop is None):
                 live -= e.made_in_memory
         flops, seconds = self.flops - before[0], self.seconds - before[1]
@@ -729,7 +751,7 @@ def closure(
         frozenset(outside),
         sum(equations[i].flops for i in again),
         sum(equations[i].seconds for i in again),
-        tuple(t for i in again for t in equations[i].makes if tensors[t].in_memory),
+        tuple(t for i in again for t in equations[i].makes if tensors[t].bytes),
     )
 
 
@@ -926,7 +948,7 @@ class _Builder:
                     in_memory=in_memory,
                     active=t in reached,
                     gradient_bytes=_graph.nbytes(aval) if producer < 0 and t in reached else 0,
-                    sources=self.sources(t, producer, in_memory, reads, tensors),
+                    sources=self.sources(t, producer, in_memory, reads, tensors, len(users[t])),
                 )
             )
         traffic = _traffic(
@@ -944,12 +966,16 @@ class _Builder:
         in_memory: bool,
         reads: Sequence[tuple[int, ...]],
         tensors: Sequence[Tensor],
+        users: int,
     ) -> tuple[int, ...]:
         if producer < 0:
             return ()
         if in_memory:
             return (t,)
-        return tuple(dict.fromkeys(s for r in reads[producer] for s in tensors[r].sources))
+        found = tuple(dict.fromkeys(s for r in reads[producer] for s in tensors[r].sources))
+        held = sum(tensors[s].bytes for s in found)
+        shared = users > 1 and held > _FUSED_FROM * _graph.nbytes(self.made[t][0])
+        return (t,) if shared else found
 
     def places(self, eqn: Any, makes: Sequence[int], places: Iterable[tuple[str, int]]):
         for kind, i in places:
@@ -1049,6 +1075,11 @@ class _Builder:
         ]
         return Loop(graph, int(eqn.params["length"]), sum(carried), rule.made_bytes)
 
+
+# A fused value with several readers is made again of its sources if these are no more than so many
+# times its bytes: a residual stream is the sum of many arrays, and no compiler keeps them all in
+# its place.
+_FUSED_FROM = 1.5
 
 # -- one equation ---------------------------------------------------------------------------------
 

@@ -466,6 +466,36 @@ def _why(m: ModulePlan) -> str:
 # -- choosing -------------------------------------------------------------------------------------
 
 
+def plans(
+    fn: Callable[..., Any],
+    *args: Any,
+    budgets: Sequence[str | int | float],
+    target: str | Target = "cpu",
+    argnums: Argnums = 0,
+    objective: str = "balanced",
+    compiles: int = 3,
+    progress: Tick | None = None,
+) -> tuple[Plan | UserError, ...]:
+    """Return what `plan` does for several budgets, which share what is compiled.
+
+    Args:
+        budgets: as for `plan`; a budget that nothing fits gets the error in the plan's place.
+        fn, args, target, argnums, objective, progress: as for `plan`.
+        compiles: how many programs may be compiled for each budget.
+    """
+    chip, tick = find_target(target), progress or _silent
+    found = _frontier(fn, args, chip, argnums, objective, None, tick, "plans")
+    search = _Search(fn, args, chip, argnums, found, "min", compiles, tick)
+
+    def one(budget: str | int | float) -> Plan | UserError:
+        try:
+            return search.for_budget(budget)
+        except UserError as error:
+            return error
+
+    return tuple(one(budget) for budget in budgets)
+
+
 def plan(
     fn: Callable[..., Any],
     *args: Any,
@@ -541,7 +571,10 @@ def _parsed(budget: str | int | float) -> str | int | float:
 
 
 class _Search:
-    """Compiles, corrects the prediction, chooses again."""
+    """Compiles, corrects the prediction, chooses again.
+
+    What was compiled for one budget is there for the next: see `for_budget`.
+    """
 
     def __init__(
         self,
@@ -562,6 +595,11 @@ class _Search:
         self.texts: dict[int, str | None] = {}
         self.points = (*frontier.points, frontier.plain)
         self.plain = len(frontier.points)
+
+    def for_budget(self, budget: str | int | float) -> Plan:
+        """Return a plan for another budget, with what is known by now."""
+        self.budget = _parsed(budget)
+        return self.run()
 
     def run(self) -> Plan:
         self.compile(self.plain)

@@ -375,8 +375,8 @@ class _Chain:
         ]
         self.producers = [t.producer for t in graph.tensors]
         # What a rebuild writes and some derivative reads.
-        self.rebuilt = {t: graph.tensors[t].bytes for t in graph.residuals}
-        self.rebuilt = {t: b for t, b in self.rebuilt.items() if graph.tensors[t].in_memory}
+        tensors = graph.tensors
+        self.rebuilt = {s: tensors[s].bytes for t in graph.residuals for s in tensors[t].sources}
         self.reads = [e.reads for e in graph.equations]
         self.written = [
             [(t, self.rebuilt[t]) for t in e.makes if t in self.rebuilt] for e in graph.equations
@@ -437,7 +437,8 @@ class _Chain:
             found = closure(graph, needs, keep, lo, hi)
             rebuild[b] = sum(self.work[i] for i in found.again)
             made = {t for i in found.again for t in graph.equations[i].makes}
-            rebuilt[b] = sum(self.rebuilt.get(t, 0) for t in made if t in needs and t not in keep)
+            held = {s for t in needs if t not in keep for s in graph.tensors[t].sources}
+            rebuilt[b] = sum(self.rebuilt[t] for t in made & held if t not in keep)
             rebuilt[b] += self.made[b]
             again = closure(graph, handed[b], keep, lo, hi).again
             pass_on[b] = sum(self.work[i] for i in again)
@@ -503,11 +504,18 @@ class _Item:
 
     def slots(self, size: float) -> tuple[int, int]:
         """Return the slots of memory kept, and the slots that the item needs in all."""
-        kept = round(self.kept / size)
-        return kept, max(kept, round(self.stay / size) + math.ceil(self.working / size))
+        kept, stay = self.rounded(self.kept, size), self.rounded(self.stay, size)
+        return kept, max(kept, stay + math.ceil(self.working / size))
+
+    def rounded(self, amount: float, size: float) -> int:
+        """Return an amount in slots, up or down by turns over the blocks, so that errors of equal
+        blocks do not add up.
+        """
+        return math.floor(amount / size + (self.first * _GOLDEN) % 1)
 
 
 _LONGEST = 16
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class _Composer:
@@ -609,7 +617,7 @@ class _Composer:
                 rest = memory[need:] - kept
                 value[need:] = item.work + best[item.last + 1][rest]
                 if item.form == "nest":
-                    inside = memory[need:] - round(item.stay / size)
+                    inside = memory[need:] - item.rounded(item.stay, size)
                     value[need:] += self.inner[(item.first, item.last)][inside]
                 better = value < best[t] * (1 - 1e-9)
                 best[t][better] = value[better]
@@ -630,7 +638,7 @@ class _Composer:
         t, parts = 0, []
         while t < self.chain.count:
             item = chosen[t][choice[t][m]]
-            kept = round(item.kept / size)
+            kept, _ = item.slots(size)
             parts += self.segment(item, m)
             m -= kept
             t = item.last + 1
@@ -648,7 +656,7 @@ class _Composer:
         if item.form == "leaf":
             return [Segment(lo, hi, save=self.kept(item.level, lo, hi))]
         if item.form == "nest":
-            room -= round(item.stay / self.size)
+            room -= item.rounded(item.stay, self.size)
             return [Segment(lo, hi, inside=self.backtrack(item.first, item.last, room), hold=False)]
         inside = tuple(
             Segment(a, b, save=self.kept(item.level, a, b))
@@ -744,7 +752,7 @@ class _Composer:
                 continue
             item = self.inner_options[s][pick]
             parts += self.segment(item, room)
-            room -= round((item.kept if s < t else item.stay) / size)
+            room -= item.rounded(item.kept if s < t else item.stay, size)
             s += 1
         return _merged(tuple(parts))
 
@@ -917,6 +925,8 @@ def _proposals(
     everywhere = list(dict.fromkeys([frozenset(), *(cutter.cut(p)[0] for p in prices)]))
     fine = positions(graph, everywhere)
     coarse = _coarser(graph, fine, everywhere)
+    if not loops:
+        yield from _even(graph, everywhere, fine)
     for cuts in [fine] if coarse == fine else [fine, coarse]:
         chain = _Chain(graph, cuts, worth)
         handed = {t for t, _, _ in chain.crossing}
@@ -932,6 +942,50 @@ def _proposals(
             composer.size = top * share * 1.02 / steps
             found = composer.solve(top * share * 1.02, steps)
             yield from found
+
+
+def _even(
+    graph: CostGraph, keeps: Sequence[frozenset[int]], fine: list[int]
+) -> Iterator[tuple[Segment, ...]]:
+    """Yield what people write by hand: a region for each module, or for some equal parts, all with
+    the same policy; with and without one around what comes last or is in no module.
+    """
+    n = len(graph.equations)
+    paths = [e.module.split("/") for e in graph.equations]
+    forced = {0, n}
+    plain = Segment(0, n, plain=True)
+    sets = [
+        sorted(forced | {i for i in range(1, n) if paths[i][:depth] != paths[i - 1][:depth]})
+        for depth in (1, 2)
+    ]
+    sets += [_coarser(graph, fine, keeps, most) for most in (4, 8, 16, 32)[:: 1 if n < 2500 else 2]]
+    for cuts in dict.fromkeys(tuple(cuts) for cuts in sets if len(cuts) < 200):
+        for keep in dict.fromkeys([*keeps, _products(graph)]):
+            parts = [
+                _useful(graph, _part(graph, Segment(0, n, save=keep), a, b))
+                for a, b in itertools.pairwise(cuts)
+            ]
+            yield tuple(parts)
+            yield (*parts[:-1], Segment(cuts[-2], n, plain=True))
+            yield _merged(
+                tuple(
+                    p if paths[p.start][0] else _part(graph, plain, p.start, p.stop) for p in parts
+                )
+            )
+
+
+def _useful(graph: CostGraph, s: Segment) -> Segment:
+    """Leave out what a region keeps and its own derivative makes no use of."""
+    wanted = {t for e in graph.equations[s.start : s.stop] for t in e.needs}
+    again = closure(graph, wanted, s.save, s.start, s.stop).again
+    read = wanted.union(*(graph.equations[i].reads for i in again))
+    return dataclasses.replace(s, save=s.save & read)
+
+
+def _products(graph: CostGraph) -> frozenset[int]:
+    """The results of matrix products and convolutions."""
+    products = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+    return frozenset(t for e in graph.equations if e.primitive in products for t in e.makes)
 
 
 _TINY = 8
@@ -1025,7 +1079,8 @@ def _regions(graph: CostGraph, worth: Worth) -> Iterator[tuple[Segment, ...]]:
     """Yield one region over everything for each price of a byte, and one for each part of it."""
     cutter = _Cutter(graph, worth)
     n = len(graph.equations)
-    keeps = dict.fromkeys(cutter.cut(price)[0] for price in _prices(graph, 16))
+    keeps = dict.fromkeys(cutter.cut(price)[0] for price in _prices(graph, 40))
+    keeps[_products(graph)] = None
     cuts = _coarser(graph, positions(graph, list(keeps)), list(keeps), most=8)
     for keep in keeps:
         yield (Segment(0, n, save=keep),)

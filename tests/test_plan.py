@@ -328,7 +328,9 @@ def test_a_whole_training_step_is_counted():
     assert step.baseline.peak_bytes > step.compiled_peak_bytes
 
     few = args[0], struct(8, 256)
-    small = remat_kit.plan(mlp, *few, budget="min", optimizer=optax.adam(1e-3))
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    small = remat_kit.plan(mlp, *few, budget="min", optimizer=clipped)
+    # All gradients are there when the norm is known, whatever was recomputed.
     assert small.peak_phase == "update"
     assert any("update" in note for note in small.notes)
 
