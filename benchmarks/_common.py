@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import platform
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -85,7 +86,7 @@ def described(
     for each in versions:
         found |= each
     return {
-        "command": " ".join([f"python benchmarks/{pathlib.Path(script).name}", *given]),
+        "command": f"python benchmarks/{pathlib.Path(script).name} {shlex.join(given)}".rstrip(),
         "date": datetime.date.today().isoformat(),
         "versions": found,
     }
