@@ -270,12 +270,15 @@ def test_opaque_operations_are_planned_around():
 
     key = jax.random.key(5)
     args = jax.random.normal(key, (32, 32)) / 6, jax.random.normal(key, (128, 32))
-    want = jax.jit(jax.grad(loss))(*args)
     found = remat_kit.frontier(loss, *args)
+    want = jax.grad(loss)(*args)  # one operation at a time: fusions round in another way
     for point in found.points[:: max(1, len(found.points) // 2)]:
         planned = _plan._policy_of(found.graph, point.schedule)
-        got = jax.jit(jax.grad(remat_kit.policy(planned)(loss)))(*args)
-        np.testing.assert_array_equal(got, want)
+        got = jax.grad(remat_kit.policy(planned)(loss))(*args)
+        # jax 0.10 compiles a region's backward pass as one program, whose fusions round.
+        ulps = 0 if jax.__version_info__ >= (0, 11) else 2
+        largest = np.abs(want).max()
+        np.testing.assert_allclose(got, want, rtol=0, atol=ulps * np.spacing(largest))
 
 
 def test_estimate_takes_names_and_modules():
