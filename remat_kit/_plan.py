@@ -473,7 +473,7 @@ def plans(
     target: str | Target = "cpu",
     argnums: Argnums = 0,
     objective: str = "balanced",
-    compiles: int = 3,
+    compiles: int = 5,
     progress: Tick | None = None,
 ) -> tuple[Plan | UserError, ...]:
     """Return what `plan` does for several budgets, which share what is compiled.
