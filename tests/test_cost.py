@@ -168,6 +168,48 @@ def test_offloaded_bytes_are_not_on_the_device():
     assert found.extra_seconds >= 2 * found.host_bytes / 1e9
 
 
+def test_kept_arrays_go_as_the_backward_pass_needs_them():
+    # Gradients grow while activations go, so the peak is not the sum of both.
+    weights, x = [struct(256, 256)] * 32, struct(256, 256)
+
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    graph = traced(loss, weights, x)
+    plain = simulate(graph, [Segment(0, len(graph.equations), plain=True)])
+    one = 256 * 256 * 4
+    assert plain.saved_bytes >= 32 * one
+    assert plain.peak_bytes <= plain.saved_bytes + 4 * one
+
+
+def test_what_is_remembered_does_not_change_the_answer():
+    loss, args = chain(8)
+    graph = traced(loss, *args)
+    n = len(graph.equations)
+    schedules = [
+        (Segment(0, k), Segment(k, m, plain=True), Segment(m, n))
+        for k, m in itertools.combinations(range(1, n), 2)
+    ]
+    together = [simulate(graph, s) for s in schedules]
+    assert together == [simulate(traced(loss, *args), s) for s in schedules]
+
+
+def test_max_pooling_on_a_cpu_makes_indices_early():
+    def pooled(x):
+        y = jnp.exp(x)
+        window, strides = (1, 2, 2, 1), (1, 2, 2, 1)
+        y = jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, window, strides, "VALID")
+        return jnp.sum(y**2)
+
+    x = struct(2, 8, 8, 4)
+    found = {chip: _cost.trace(pooled, (x,), target(chip)) for chip in ("cpu", "h100")}
+    early = {chip: sum(e.early_bytes for e in g.equations) for chip, g in found.items()}
+    elements = 2 * 8 * 8 * 4
+    assert early == {"cpu": elements * (4 * 4 + 4), "h100": 0}  # an index for each dimension, zeros
+
+
 def test_what_is_no_loss_is_said():
     with pytest.raises(UserError, match="scalar"):
         traced(lambda x: x, struct(8))

@@ -181,6 +181,44 @@ def test_homogeneous_chains_are_no_worse_than_binomial():
         assert min(ours) <= theirs.extra_seconds * (1 + 1e-9), slots
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_chain_knows_what_its_schedules_take(share, monkeypatch):
+    graph = tower(24, batch=256)
+    worth = _solve.Worth.of_graph(graph, share)
+    seen = []
+    schedule = _solve._Composer.schedule
+
+    def spy(self, choice, chosen, m, size):
+        found = schedule(self, choice, chosen, m, size)
+        cost = simulate(graph, found)
+        t, room, work, deep = 0, m, 0.0, False
+        while t < self.chain.count:
+            item = chosen[t][choice[t][room]]
+            deep |= item.form == "nest"  # its work depends on the room
+            work += item.work
+            room -= item.slots(size)[0]
+            t = item.last + 1
+        seen.append((m * size, cost.peak_bytes, work, worth.extra(cost), deep))
+        return found
+
+    monkeypatch.setattr(_solve._Composer, "schedule", spy)
+    _solve.candidates(graph, worth=worth)
+    assert len(seen) > 20
+    for room, peak, work, extra, deep in seen:
+        assert peak <= 1.15 * room
+        if not deep:
+            assert extra <= work * (1 + 1e-6) + 1e-12
+
+
+def test_a_thinned_curve_keeps_its_ends_and_its_corners():
+    at = [(2.0**k, 10.0 - k) for k in range(10)]
+    at.insert(5, (2.0**4 * 1.001, 5.999))  # next to nothing apart from the one before it
+    kept = _solve._thinned(range(len(at)), at, 10)
+    assert kept[0] == 0
+    assert kept[-1] == len(at) - 1
+    assert len({4, 5} & set(kept)) == 1
+
+
 def test_cuts_are_where_little_is_alive():
     graph = tower(20)
     cuts = _solve.positions(graph)
