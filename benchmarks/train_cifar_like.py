@@ -28,10 +28,9 @@ from typing import Any
 import _common
 import jax
 import numpy as np
-import optax
 from _common import MIB
 from sklearn.datasets import load_sample_images
-from train_digits import BASELINE, Images, Task, batches, max_ulps, trained
+from train_digits import BASELINE, Images, Task, batches, cross_entropy, max_ulps, trained
 
 import remat_kit
 
@@ -106,13 +105,7 @@ def task() -> Task:
     def logits(params, stats, inputs):
         return model.apply({"params": params}, inputs)
 
-    def loss(params, stats, inputs, labels):
-        each = optax.softmax_cross_entropy_with_integer_labels(
-            logits(params, stats, inputs), labels
-        )
-        return each.mean(), stats
-
-    return Task("vgg11", vgg.BLOCKS, lambda x: x, model.init, loss, logits)
+    return Task("vgg11", vgg.BLOCKS, lambda x: x, model.init, cross_entropy(logits), logits)
 
 
 def planned(chosen: Task, data: Images, options: Any) -> remat_kit.Plan:

@@ -70,6 +70,18 @@ class Run:
     max_ulps: float = 0.0
 
 
+def cross_entropy(logits: Any) -> Any:
+    """Return the loss of a network without statistics, called as a task calls it."""
+
+    def loss(params, stats, inputs, labels):
+        each = optax.softmax_cross_entropy_with_integer_labels(
+            logits(params, stats, inputs), labels
+        )
+        return each.mean(), stats
+
+    return loss
+
+
 def mlp_task() -> Task:
     """The MLP with 64 inputs and 128 hidden units."""
     mlp = _common.load("mlp")
@@ -78,12 +90,7 @@ def mlp_task() -> Task:
     def logits(params, stats, inputs):
         return model.apply({"params": params}, inputs)
 
-    def loss(params, stats, inputs, labels):
-        each = optax.softmax_cross_entropy_with_integer_labels(
-            logits(params, stats, inputs), labels
-        )
-        return each.mean(), stats
-
+    loss = cross_entropy(logits)
     return Task("mlp", mlp.BLOCKS, lambda x: x.reshape(len(x), -1), model.init, loss, logits)
 
 

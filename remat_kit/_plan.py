@@ -239,13 +239,9 @@ def frontier(
         argnums,
         objective,
         optimizer,
-        progress or _silent,
+        progress or _solve.silent,
         "frontier",
     )
-
-
-def _silent(what: str) -> None:
-    del what
 
 
 def _frontier(
@@ -271,7 +267,7 @@ def _frontier(
     bounds = _solve.bounds(graph)
     given, made = _sizes(graph, args, argnums, call)
     if optimizer is not None:
-        state, _ = _step.state_of(optimizer, args, argnums, call)
+        state = _step.state_of(optimizer, args, argnums, call)
         given += sum(_graph.nbytes(x) for x in jax.tree.leaves(state))
     points = tuple(_point(graph, c.schedule, c.cost, bounds, worth, given, made) for c in found)
     whole = (Segment(0, len(graph.equations), plain=True),)
@@ -483,7 +479,7 @@ def plans(
         fn, args, target, argnums, objective, progress: as for `plan`.
         compiles: how many programs may be compiled for each budget.
     """
-    chip, tick = find_target(target), progress or _silent
+    chip, tick = find_target(target), progress or _solve.silent
     found = _frontier(fn, args, chip, argnums, objective, None, tick, "plans")
     search = _Search(fn, args, chip, argnums, found, "min", compiles, tick)
 
@@ -545,7 +541,7 @@ def plan(
     """
     chip = find_target(target)
     wanted = _parsed(budget)
-    tick = progress or _silent
+    tick = progress or _solve.silent
     found = _frontier(fn, args, chip, argnums, objective, optimizer, tick, "plan")
     return _Search(fn, args, chip, argnums, found, wanted, compiles, tick, optimizer).run()
 

@@ -1049,7 +1049,7 @@ def loop_plans(e: Any, worth: Worth = TIME, most: int = 48) -> list[LoopPlan]:
     whole = (Segment(0, n),)
     # All that is proposed, for what counts here is what an iteration keeps, many times over, and
     # not its own peak.
-    proposed = _simulated(loop.graph, _silent, 8, 120, math.inf, worth)
+    proposed = _simulated(loop.graph, silent, 8, 120, math.inf, worth)
     bodies = dict.fromkeys([whole, *_regions(loop.graph, worth), *(c.schedule for c in proposed)])
     one = [LoopPlan(((length, 1, body),)) for body in bodies]
     cost = {p: loop_cost(loop, p) for p in one}
@@ -1071,7 +1071,8 @@ def loop_plans(e: Any, worth: Worth = TIME, most: int = 48) -> list[LoopPlan]:
     return _thinned(kept, [(cost[p].peak_bytes, worth.extra(cost[p])) for p in kept], most)
 
 
-def _silent(what: str) -> None:
+def silent(what: str) -> None:
+    """Show no progress."""
     del what
 
 

@@ -18,13 +18,13 @@ from remat_kit._gradient import Argnums, abstract, gradient_program
 Step = Callable[..., Any]
 
 
-def state_of(optimizer: Any, args: Sequence[Any], argnums: Argnums, call: str) -> tuple[Any, Any]:
-    """Return the shapes of an optimizer's state and of the parameters.
+def state_of(optimizer: Any, args: Sequence[Any], argnums: Argnums, call: str) -> Any:
+    """Return the shapes of an optimizer's state.
 
     Raises:
         UserError: it is no optimizer, or ``argnums`` names more than one argument.
     """
-    if not (callable(getattr(optimizer, "init", None)) and callable(_update_of(optimizer))):
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise UserError(
             f"`{call}(..., optimizer={optimizer!r})`: an optimizer has init and update",
             hint="give an optax.GradientTransformation, such as optax.adam(1e-3)",
@@ -34,12 +34,7 @@ def state_of(optimizer: Any, args: Sequence[Any], argnums: Argnums, call: str) -
             f"`{call}(..., argnums={argnums!r}, optimizer=...)`: a step updates one argument",
             hint="put all parameters into one pytree, and give its position",
         )
-    params = abstract(args, call=call)[argnums]
-    return jax.eval_shape(optimizer.init, params), params
-
-
-def _update_of(optimizer: Any) -> Any:
-    return getattr(optimizer, "update", None)
+    return jax.eval_shape(optimizer.init, abstract(args, call=call)[argnums])
 
 
 def training_step(
@@ -71,7 +66,7 @@ def training_step(
     Raises:
         UserError: see `state_of`.
     """
-    state, _ = state_of(optimizer, args, argnums, call)
+    state = state_of(optimizer, args, argnums, call)
     gradient = gradient_program(fn, args, argnums, call=call)
     assert isinstance(argnums, int)
 
