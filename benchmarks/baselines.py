@@ -1,7 +1,7 @@
 """Published ways to choose checkpoints, on the cost graph of a loss, under one accounting.
 
 Each baseline turns a `CostGraph` into schedules of the same `Segment`s that the planner makes, and
-`_cost.simulate` says what any of them takes, so that they differ by their choice alone:
+`_simulate.simulate` says what any of them takes, so that they differ by their choice alone:
 
 - ``chen``: Chen et al., "Training deep nets with sublinear memory cost", 2016, algorithm 3.
 - ``ogc``: Feng and Huang, "Optimal gradient checkpoint search for arbitrary computation graphs",
@@ -33,9 +33,10 @@ import _common
 import numpy as np
 from _common import MIB, Case
 
-from remat_kit import _cost, _graph, _plan, _solve
-from remat_kit._cost import CostGraph, Equation, LoopPlan, Segment, Simulated, simulate
+from remat_kit import _cost, _cut, _frontier, _graph, _simulate, _solve
+from remat_kit._cost import CostGraph, Equation
 from remat_kit._policy import Decision, as_policy, path_matches
+from remat_kit._simulate import LoopPlan, Segment, Simulated, simulate
 from remat_kit._target import target
 
 Schedule = tuple[Segment, ...]
@@ -817,7 +818,7 @@ def knapsack(graph: CostGraph, budget: float) -> Schedule:
 def closure_of(graph: CostGraph) -> tuple[int, ...]:
     """Return the equations that a region around everything runs again."""
     wanted = {t for e in graph.equations for t in e.needs}
-    return _cost.closure(graph, wanted, frozenset(), 0, len(graph.equations)).again
+    return _simulate.closure(graph, wanted, frozenset(), 0, len(graph.equations)).again
 
 
 def _is_expensive(graph: CostGraph, e: Equation) -> bool:
@@ -930,7 +931,7 @@ def _sqrt_group(e: Equation) -> int:
     inner = e.loop.stacked_bytes / e.loop.length
     around = math.sqrt(e.loop.length * e.loop.carry_bytes / max(inner, 1.0))
     near = {max(1, math.floor(around)), max(1, math.ceil(around))}
-    return min(near, key=lambda g: _cost.loop_cost(_loop(e), _group_plan(e, g)).peak_bytes)
+    return min(near, key=lambda g: _simulate.loop_cost(_loop(e), _group_plan(e, g)).peak_bytes)
 
 
 def _ogc_group(e: Equation) -> int:
@@ -1007,7 +1008,7 @@ def beside_plans(graph: CostGraph, found: Sequence[Point], chip: str) -> list[di
     Work is the mean of time and operations, in parts of the forward pass, as plans minimise it by
     default; None where no plan has so low a peak.
     """
-    worth = _solve.Worth.of_graph(graph, _plan.OBJECTIVES["balanced"])
+    worth = _cut.Worth.of_graph(graph, _frontier.OBJECTIVES["balanced"])
     bandwidth = target(chip).host_bandwidth_bytes_per_second
     plans = _solve.candidates(graph, worth=worth, host_bandwidth=bandwidth)
     rows = []

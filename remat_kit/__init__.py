@@ -23,13 +23,13 @@ from remat_kit._fit import Fit as Fit
 from remat_kit._fit import MaxBatch as MaxBatch
 from remat_kit._fit import fit as fit
 from remat_kit._fit import max_batch as max_batch
+from remat_kit._frontier import Frontier as Frontier
+from remat_kit._frontier import Point as Point
+from remat_kit._frontier import estimate as estimate
+from remat_kit._frontier import frontier as frontier
 from remat_kit._lint import Lint as Lint
-from remat_kit._plan import Frontier as Frontier
 from remat_kit._plan import ModulePlan as ModulePlan
 from remat_kit._plan import Plan as Plan
-from remat_kit._plan import Point as Point
-from remat_kit._plan import estimate as estimate
-from remat_kit._plan import frontier as frontier
 from remat_kit._plan import plan as plan
 from remat_kit._policy import Decision as Decision
 from remat_kit._policy import Policy as Policy

@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from remat_kit import _plan
+from remat_kit import _frontier
 from remat_kit._builder import loaded
 from remat_kit._errors import BuildError, UserError, unknown
 from remat_kit._policy import format_bytes
+from remat_kit._search import Search
+from remat_kit._solve import silent
 from remat_kit._table import Table, format_seconds
 from remat_kit._target import Memory
 from remat_kit._target import target as find_target
@@ -310,17 +312,17 @@ def bench(
     with loaded(_address(paper, models)) as builder:
         fn, args = builder.build(chosen)
         with builder.explained((fn, args)):
-            found = _plan.frontier(fn, *args, target=chip, progress=progress)
-            search = _Search(
-                fn, args, chip, 0, found, "min", compiles, progress or (lambda text: None)
+            found = _frontier.frontier(fn, *args, target=chip, progress=progress)
+            search = Search(
+                *(fn, args, 0, chip, found, compiles, progress or silent),
             )
-            outcomes = search.outcomes(paper)
+            outcomes = _Judge(search, paper).outcomes()
     plain = search.known[search.plain]
     return Row(
         published=paper,
         target=chip.name,
         sizes=chosen,
-        plain_temp_bytes=search.temporaries(search.plain),
+        plain_temp_bytes=_temporaries(plain),
         plain_step_seconds=plain.step_seconds,
         outcomes=outcomes,
         planning_seconds=found.planning_seconds,
@@ -341,49 +343,37 @@ def _address(paper: Published, models: str | pathlib.Path) -> str:
     return f"{path}:build"
 
 
-class _Search(_plan._Search):
-    """The planner's search, which keeps what it compiled from one budget to the next."""
+def _temporaries(memory: Memory) -> int:
+    if memory.temp_bytes is not None:
+        return memory.temp_bytes
+    return max(0, (memory.needs_bytes or 0) - memory.argument_bytes - memory.output_bytes)
 
-    most_work = 0.0
 
-    def compile(self, place: int) -> None:
-        if place not in self.known:
-            super().compile(place)
+@dataclasses.dataclass(frozen=True)
+class _Judge:
+    """Searches for the three budgets, and holds what was found against the paper."""
 
-    def free(self) -> list[int]:
-        """The points that ``"free"`` may take: here those with no more than so much work."""
-        points = self.points
-        return [p for p in range(len(points)) if points[p].extra_flops_fraction <= self.most_work]
+    search: Search
+    paper: Published
 
-    def temporaries(self, place: int) -> int:
-        memory: Memory = self.known[place]
-        if memory.temp_bytes is not None:
-            return memory.temp_bytes
-        return max(0, (memory.needs_bytes or 0) - memory.argument_bytes - memory.output_bytes)
-
-    def outcomes(self, paper: Published) -> tuple[Outcome, ...]:
-        self.most_work = paper.extra_forward
-        budgets: tuple[str | float, ...] = (paper.fraction, "free", "min")
-        for budget in budgets:
-            self.budget = budget
+    def outcomes(self) -> tuple[Outcome, ...]:
+        most = self.paper.extra_forward
+        self.search.allowed = lambda point: point.extra_flops_fraction <= most
+        for budget in (self.paper.fraction, "free", "min"):
             with contextlib.suppress(UserError):  # nothing fits: the outcome says so
-                self.run()
-        return (
-            self._at_memory(paper),
-            self._below("work", "free", paper),
-            self._below("least", "min", paper),
-        )
+                self.search.run(budget)
+        return self._at_memory(), self._below("work", "free"), self._below("least", "min")
 
-    def _at_memory(self, paper: Published) -> Outcome:
-        self.budget = paper.fraction
-        limit = _WANTED * paper.extra_forward
+    def _at_memory(self) -> Outcome:
+        search, budget = self.search, self.paper.fraction
+        limit = _WANTED * self.paper.extra_forward
         try:
-            place = self.best(self.limit())
+            place = search.best(budget, search.limit(budget))
         except UserError:
-            least = min(self.known, key=self.temporaries)
-            return _unanswered("memory", limit, self._too_much(least, paper))
+            least = min(search.known, key=lambda p: _temporaries(search.known[p]))
+            return _unanswered("memory", limit, self._too_much(least))
         found = self._outcome("memory", place, limit)
-        if self.points[place].extra_flops_fraction <= limit:
+        if search.points[place].extra_flops_fraction <= limit:
             return dataclasses.replace(found, reached=True)
         bound = found.bound_forward_time or 0.0
         reason = f"of what was compiled, what fits takes +{found.extra_forward:.2f} of a forward "
@@ -391,47 +381,48 @@ class _Search(_plan._Search):
         reason += f"no schedule with its peak takes less than +{bound:.2f} of the time of one"
         return dataclasses.replace(found, reason=reason)
 
-    def _below(self, goal: str, budget: str, paper: Published) -> Outcome:
-        self.budget = budget
-        place = self.best(None)
-        found = self._outcome(goal, place, paper.fraction)
-        if found.fraction is not None and found.fraction < paper.fraction:
+    def _below(self, goal: str, budget: str) -> Outcome:
+        place = self.search.best(budget, None)
+        found = self._outcome(goal, place, self.paper.fraction)
+        if found.fraction is not None and found.fraction < self.paper.fraction:
             return dataclasses.replace(found, reached=True)
-        return dataclasses.replace(found, reason=self._too_much(place, paper))
+        return dataclasses.replace(found, reason=self._too_much(place))
 
     def _outcome(self, goal: str, place: int, limit: float) -> Outcome:
-        point, front = self.points[place], self.frontier
+        point, front = self.search.points[place], self.search.frontier
+        memory = self.search.known[place]
         forward = front.forward_seconds
         return Outcome(
             goal=goal,
-            temp_bytes=self.temporaries(place),
+            temp_bytes=_temporaries(memory),
             fraction=self._fraction(place),
             extra_forward=point.extra_flops_fraction,
             extra_forward_time=point.extra_seconds / forward,
             extra_step_time=point.extra_seconds / (forward + front.backward_seconds),
             bound_forward_time=point.bound_extra_seconds / forward,
-            step_seconds=self.known[place].step_seconds,
+            step_seconds=memory.step_seconds,
             limit=limit,
             reached=False,
             reason="",
         )
 
     def _fraction(self, place: int) -> float:
-        return self.temporaries(place) / max(self.temporaries(self.plain), 1)
+        known = self.search.known
+        return _temporaries(known[place]) / max(_temporaries(known[self.search.plain]), 1)
 
-    def _too_much(self, place: int, paper: Published) -> str:
+    def _too_much(self, place: int) -> str:
         """Say how little was reached, what was expected, and what holds the peak."""
-        front, point = self.frontier, self.points[place]
+        front, point = self.search.frontier, self.search.points[place]
         start, stop = point.cost.peak_segment
         module = front.graph.equations[min(start, front.equations - 1)].module or "the top"
-        held = "; ".join(_plan._held(front.graph, start, stop))
-        plain = max(self.temporaries(self.plain), 1)
+        held = "; ".join(_frontier.held_arrays(front.graph, start, stop))
+        plain = max(_temporaries(self.search.known[self.search.plain]), 1)
         expected = max(0, point.predicted_peak_bytes - front.argument_bytes - front.output_bytes)
         return (
             f"the least that was compiled is {100 * self._fraction(place):.1f} % of the memory "
-            f"without a plan, and theirs is {100 * paper.fraction:.1f} %; the planner's model, "
-            f"before compiling, has {100 * expected / plain:.1f} % for it, with the peak in the "
-            f"{point.cost.peak_kind} pass at {module}: {held}"
+            f"without a plan, and theirs is {100 * self.paper.fraction:.1f} %; the planner's "
+            f"model, before compiling, has {100 * expected / plain:.1f} % for it, with the peak in "
+            f"the {point.cost.peak_kind} pass at {module}: {held}"
         )
 
 

@@ -555,7 +555,7 @@ def _makes_optimizer(make: Any) -> bool:
 
 
 def _frontier(options: argparse.Namespace) -> None:
-    from remat_kit import _plan
+    from remat_kit import _frontier
     from remat_kit._figures import check_drawing, check_picture
 
     if options.png:
@@ -567,7 +567,7 @@ def _frontier(options: argparse.Namespace) -> None:
     with _job(options, options.target) as job:
         fn, args = job.builder.build(job.sizes, None)
         with _Progress() as progress, job.builder.explained((fn, args)):
-            found = _plan.frontier(
+            found = _frontier.frontier(
                 fn,
                 *args,
                 target=_one_target(job),

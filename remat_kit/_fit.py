@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from remat_kit import _anatomy, _hlo, _plan, _remat, _target
+from remat_kit import _anatomy, _frontier, _hlo, _plan, _remat, _target
 from remat_kit._builder import Builder, Loss
 from remat_kit._errors import CompileError, NotDifferentiableError, RematKitError, UserError
 from remat_kit._gradient import Argnums, abstract
@@ -93,7 +93,7 @@ class Model:
         if _is_plan(policy):
             fn, args = self.builder.build(sizes)
             with self.builder.explained((fn, args)):
-                found = _plan.frontier(fn, *args, target=chip or "cpu", argnums=self._argnums)
+                found = _frontier.frontier(fn, *args, target=chip or "cpu", argnums=self._argnums)
             return _remat.policy(found.policy(found.points[0]))(fn), args
         if policy is None or policy == NO_POLICY:
             return self.builder.build(sizes)

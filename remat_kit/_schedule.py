@@ -36,7 +36,7 @@ Place = tuple[int, int]  # equation, output
 
 @dataclasses.dataclass(frozen=True)
 class Stretch:
-    """Consecutive equations, and what is kept of them; see `_cost.Segment`.
+    """Consecutive equations, and what is kept of them; see `_simulate.Segment`.
 
     Attributes:
         start, stop: equations ``start <= i < stop``.

@@ -15,8 +15,8 @@ from baselines import Dag, optimal_checkpoints, steps_run_again
 from zoo import load
 
 import remat_kit
-from remat_kit import _cost, _residuals
-from remat_kit._cost import Segment, simulate
+from remat_kit import _cost, _residuals, _simulate
+from remat_kit._simulate import Segment, simulate
 from remat_kit._target import target
 
 CHIP = target("cpu")
@@ -349,7 +349,7 @@ def test_the_cut_is_the_cheapest():
     def runs_again(kept):
         whole = Segment(0, len(graph.equations), save=frozenset(kept))
         wanted = {t for e in graph.equations for t in e.needs}
-        return _cost.closure(graph, wanted, whole.save, 0, len(graph.equations)).again
+        return _simulate.closure(graph, wanted, whole.save, 0, len(graph.equations)).again
 
     for once in ((), dots, {min(dots)}):
         cut = baselines.cheapest_cut(graph, once)

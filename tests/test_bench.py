@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import ogc_table
 import pytest
 
-from remat_kit import _bench, _cli, _plan, _target
+from remat_kit import _bench, _cli, _frontier, _target
+from remat_kit._search import Search
+from remat_kit._solve import silent
 
 ROOT = pathlib.Path(__file__).parents[1]
 MODELS = ROOT / "models"
@@ -97,19 +99,19 @@ def search():
 
     weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 12
     args = (weights, jax.ShapeDtypeStruct((8192, 64), jnp.float32))
-    front = _plan.frontier(tower, *args)
+    front = _frontier.frontier(tower, *args)
     chip = _target.target("cpu")
-    return _bench._Search(tower, args, chip, 0, front, "min", 2, lambda text: None)
+    return Search(tower, args, 0, chip, front, 2, silent)
 
 
 def test_goals_are_judged_by_what_was_compiled(search):
     """The same programs beside papers that ask for little and for everything."""
     easy = _bench.Published("tower", "Tower", "tower", {}, 100, 99, 0.4)
-    found = search.outcomes(easy)
+    found = _bench._Judge(search, easy).outcomes()
     assert [outcome.reached for outcome in found] == [True] * 3
     assert found[0].extra_forward <= 0.5
     assert found[2].fraction < 0.99
-    memory, work, least = search.outcomes(dataclasses.replace(easy, least_mib=1))
+    memory, work, least = _bench._Judge(search, dataclasses.replace(easy, least_mib=1)).outcomes()
     assert not any(outcome.reached for outcome in (memory, work, least))
     assert memory.temp_bytes is None
     assert "before compiling, has" in memory.reason
@@ -117,7 +119,7 @@ def test_goals_are_judged_by_what_was_compiled(search):
     assert f"is {100 * least.fraction:.1f} % of the memory" in least.reason
     least_mib = math.ceil(100 * found[2].fraction)
     greedy = dataclasses.replace(easy, least_mib=least_mib, overhead=0.0)
-    memory, work, least = search.outcomes(greedy)
+    memory, work, least = _bench._Judge(search, greedy).outcomes()
     assert not memory.reached
     assert memory.extra_forward > 0
     assert "half of theirs is +0.00" in memory.reason

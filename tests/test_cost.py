@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from remat_kit import UserError, _cost, _residuals
-from remat_kit._cost import LoopPlan, Segment, simulate
+from remat_kit import UserError, _cost, _residuals, _simulate
+from remat_kit._simulate import LoopPlan, Segment, simulate
 from remat_kit._target import target
 
 CHIP = target("cpu")
@@ -108,9 +108,9 @@ def test_scan_carries_the_graph_of_its_body():
     assert [e.primitive for e in scan.loop.graph.equations] == ["dot_general", "tanh"]
     assert scan.flops == 6 * scan.loop.graph.forward_flops
     whole = Segment(0, len(scan.loop.graph.equations))
-    nothing = _cost.loop_cost(scan.loop, LoopPlan(((6, 1, (whole,)),)))
+    nothing = _simulate.loop_cost(scan.loop, LoopPlan(((6, 1, (whole,)),)))
     assert nothing.saved_bytes == 6 * 256
-    grouped = _cost.loop_cost(scan.loop, LoopPlan(((6, 3, (whole,)),)))
+    grouped = _simulate.loop_cost(scan.loop, LoopPlan(((6, 3, (whole,)),)))
     assert grouped.saved_bytes == 2 * 256
     assert grouped.extra_flops == 2 * nothing.extra_flops
 

@@ -13,7 +13,7 @@ import pytest
 from zoo import load
 
 import remat_kit
-from remat_kit import PolicyError, UnknownNameError, UserError, _cli, _plan, _recipe
+from remat_kit import PolicyError, UnknownNameError, UserError, _cli, _frontier, _recipe
 
 
 def struct(*shape):
@@ -148,7 +148,7 @@ def test_gradients_are_those_of_the_function_at_every_budget(fn):
     with jax.disable_jit():
         want = jax.value_and_grad(fn, (0, 1))(*args)
     for point in found.points[:: max(1, len(found.points) // 3)]:
-        planned = _plan._policy_of(found.graph, point.schedule)
+        planned = _frontier.policy_of(found.graph, point.schedule)
         got = jax.value_and_grad(remat_kit.policy(planned)(fn), (0, 1))(*args)
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
@@ -236,7 +236,7 @@ def test_plans_go_through_scans():
     args = jax.random.normal(key, (12, 32, 32)) / 6, jax.random.normal(key, (256, 32))
     want = jax.jit(jax.grad(scanned))(*args)
     for point in found.points[:: max(1, len(found.points) // 4)]:
-        planned = _plan._policy_of(found.graph, point.schedule)
+        planned = _frontier.policy_of(found.graph, point.schedule)
         got = jax.jit(jax.grad(remat_kit.policy(planned)(scanned)))(*args)
         np.testing.assert_array_equal(got, want)
 
@@ -273,7 +273,7 @@ def test_opaque_operations_are_planned_around():
     found = remat_kit.frontier(loss, *args)
     want = jax.grad(loss)(*args)  # one operation at a time: fusions round in another way
     for point in found.points[:: max(1, len(found.points) // 2)]:
-        planned = _plan._policy_of(found.graph, point.schedule)
+        planned = _frontier.policy_of(found.graph, point.schedule)
         got = jax.grad(remat_kit.policy(planned)(loss))(*args)
         # jax 0.10 compiles a region's backward pass as one program, whose fusions round.
         ulps = 0 if jax.__version_info__ >= (0, 11) else 2

@@ -35,8 +35,10 @@ ORDER = (
         "_anatomy",
         "_roofline",
     ),
-    *("_compile_worker", "_target", "_residuals", "_cost", "_solve", "_duplicates", "_lint"),
-    *("_verdict", "_whatif", "_reading", "_table", "_figures", "_plan", "_compare", "_diff"),
+    *("_compile_worker", "_target", "_residuals", "_cost", "_simulate", "_cut", "_chain", "_solve"),
+    *("_duplicates", "_lint"),
+    *("_verdict", "_whatif", "_reading", "_table", "_figures", "_frontier", "_search", "_plan"),
+    *("_compare", "_diff"),
     *("_html", "_report", "_baseline", "testing", "_builder", "_fit", "_bench", "_cli"),
     *("__init__", "__main__"),
 )

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from remat_kit import _cost, _solve
-from remat_kit._cost import Segment, simulate
+from remat_kit import _chain, _cost, _cut, _simulate, _solve
+from remat_kit._simulate import Segment, simulate
 from remat_kit._target import target
 
 CHIP = target("cpu")
@@ -43,7 +43,7 @@ def cumulative(depth, size=1024):
 
 
 def work(graph, keep):
-    again = _cost.closure(graph, graph.residuals, keep, 0, len(graph.equations)).again
+    again = _simulate.closure(graph, graph.residuals, keep, 0, len(graph.equations)).again
     return sum(graph.equations[i].seconds for i in again)
 
 
@@ -76,10 +76,10 @@ def small_graphs():
 def test_minimum_cut_equals_brute_force(number):
     graph = small_graphs()[number]
     assert len(graph.equations) <= 10
-    cutter = _solve._Cutter(graph)
+    cutter = _cut.Cutter(graph)
     made = [t.index for t in graph.tensors if t.producer >= 0 and t.bytes]
     subsets = [frozenset(s) for n in range(len(made) + 1) for s in itertools.combinations(made, n)]
-    for price in _solve._prices(graph, 7):
+    for price in _cut.price_range(graph, 7):
         keep, bound = cutter.cut(price)
         found = price * size(graph, keep) + work(graph, keep)
         least = min(price * size(graph, s) + work(graph, s) for s in subsets)
@@ -90,7 +90,7 @@ def test_minimum_cut_equals_brute_force(number):
 @pytest.mark.parametrize("number", range(3))
 def test_no_set_of_kept_values_beats_the_bound(number):
     graph = small_graphs()[number]
-    bounds = _solve.bounds(graph)
+    bounds = _cut.bounds(graph)
     made = [t.index for t in graph.tensors if t.producer >= 0 and t.bytes]
     for n in range(len(made) + 1):
         for kept in map(frozenset, itertools.combinations(made, n)):
@@ -141,7 +141,7 @@ def test_candidates_do_not_beat_one_another():
     assert extra == sorted(set(extra), reverse=True)
     assert extra[-1] == 0
     graph = tower(10)
-    bounds = _solve.bounds(graph)
+    bounds = _cut.bounds(graph)
     assert all(bounds.seconds(c.cost.peak_bytes) <= c.cost.extra_seconds + 1e-12 for c in found)
 
 
@@ -184,9 +184,9 @@ def test_homogeneous_chains_are_no_worse_than_binomial():
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_the_chain_knows_what_its_schedules_take(share, monkeypatch):
     graph = tower(24, batch=256)
-    worth = _solve.Worth.of_graph(graph, share)
+    worth = _cut.Worth.of_graph(graph, share)
     seen = []
-    schedule = _solve._Composer.schedule
+    schedule = _chain.Composer.schedule
 
     def spy(self, choice, chosen, m, size):
         found = schedule(self, choice, chosen, m, size)
@@ -201,7 +201,7 @@ def test_the_chain_knows_what_its_schedules_take(share, monkeypatch):
         seen.append((m * size, cost.peak_bytes, work, worth.extra(cost), deep))
         return found
 
-    monkeypatch.setattr(_solve._Composer, "schedule", spy)
+    monkeypatch.setattr(_chain.Composer, "schedule", spy)
     _solve.candidates(graph, worth=worth)
     assert len(seen) > 20
     for room, peak, work, extra, deep in seen:
@@ -221,7 +221,7 @@ def test_a_thinned_curve_keeps_its_ends_and_its_corners():
 
 def test_cuts_are_where_little_is_alive():
     graph = tower(20)
-    cuts = _solve.positions(graph)
+    cuts = _chain.positions(graph)
     assert cuts[0] == 0
     assert cuts[-1] == len(graph.equations)
     assert max(graph.live_bytes[c] for c in cuts) == 64 * 16 * 4

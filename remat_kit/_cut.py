@@ -1,0 +1,224 @@
+"""What to keep and what to compute again, as a minimum cut, and what no schedule can beat.
+
+An operation that runs again needs its inputs, so the choice is one of maximum closure: for a price
+of a byte, the minimum cut of a flow network is the cheapest set of arrays to keep. A sweep over
+the price gives the convex hull of all choices, and its lower envelope is a bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from remat_kit._cost import CostGraph
+from remat_kit._simulate import Simulated, closure
+
+# -- what is minimised ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """What no schedule can beat, whatever its regions.
+
+    Attributes:
+        lines: pairs ``(price, value)``: keeping B bytes takes at least ``value - price * B``
+            seconds of recompute, for each of them.
+        working_bytes: the largest set of arrays that one operation's derivative needs at once.
+    """
+
+    lines: tuple[tuple[float, float], ...]
+    working_bytes: int
+
+    def seconds(self, held_bytes: float) -> float:
+        """Return the least extra time of any schedule that holds so many bytes at its peak.
+
+        When the backward pass begins at most that many bytes are held, so everything else that
+        it needs has to be computed again from them, at least once.
+        """
+        return max((float(v - price * held_bytes) for price, v in self.lines), default=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Worth:
+    """What a search minimises: seconds and floating-point operations in one number.
+
+    A roofline's seconds take it for granted that matrix units run at their peak, so they flatter
+    the recompute of convolutions and matrix products; FLOPs alone count a pass through memory as
+    nothing. The mean of both, each as a share of the forward pass, is led astray by neither.
+
+    Attributes:
+        flop_share: of the operations in the mean: 0 is time alone, 1 is FLOPs alone.
+        flop_seconds: what one operation counts as, so that the forward pass is worth its seconds.
+    """
+
+    flop_share: float = 0.0
+    flop_seconds: float = 0.0
+
+    @classmethod
+    def of_graph(cls, graph: CostGraph, flop_share: float) -> Worth:
+        """Return the mean for a graph; its time alone if it has no operations that count."""
+        if not graph.forward_flops:
+            return cls()
+        return cls(flop_share, graph.forward_seconds / graph.forward_flops)
+
+    def of(self, seconds: float, flops: float) -> float:
+        """Return the worth of some work, in seconds."""
+        return (1 - self.flop_share) * seconds + self.flop_share * self.flop_seconds * flops
+
+    def extra(self, cost: Simulated) -> float:
+        """Return the worth of what a schedule computes again."""
+        return self.of(cost.extra_seconds, cost.extra_flops)
+
+    def equations(self, graph: CostGraph) -> list[float]:
+        """Return the worth of each equation's forward run."""
+        return [self.of(e.seconds, e.flops) for e in graph.equations]
+
+
+TIME = Worth()
+
+
+# -- minimum cuts ---------------------------------------------------------------------------------
+
+
+class Cutter:
+    """The choice between keeping and computing again, as a flow problem."""
+
+    def __init__(self, graph: CostGraph, worth: Worth = TIME, *, fused_is_free: bool = False):
+        self.graph = graph
+        self.wanted = list(graph.residuals)
+        found = closure(graph, self.wanted, frozenset(), 0, len(graph.equations))
+        self.equations = list(found.again)
+        tensors = {t for i in self.equations for t in graph.equations[i].makes}
+        tensors.update(self.wanted)
+        used = set(self.wanted)
+        for i in self.equations:
+            used.update(graph.equations[i].reads)
+        self.tensors = sorted(t for t in tensors if t in used)
+        self.tensor_node = {t: 2 + k for k, t in enumerate(self.tensors)}
+        offset = 2 + len(self.tensors)
+        self.equation_node = {i: offset + k for k, i in enumerate(self.equations)}
+        self.size = offset + len(self.equations)
+        # Going through the graph once; only the prices change from one cut to the next.
+        rows, columns = [], []
+        for t in self.tensors:
+            rows.append(self.tensor_node[t])
+            columns.append(self.equation_node[graph.tensors[t].producer])
+        self.kept_edges = len(rows)
+        for i in self.equations:
+            rows.append(self.equation_node[i])
+            columns.append(1)
+        self.work_edges = len(rows)
+        for t in self.wanted:
+            rows.append(0)
+            columns.append(self.tensor_node[t])
+        for i in self.equations:
+            for t in graph.equations[i].reads:
+                if t in self.tensor_node:
+                    rows.append(self.equation_node[i])
+                    columns.append(self.tensor_node[t])
+        self.rows, self.columns = np.array(rows), np.array(columns)
+        self.bytes = np.array([graph.tensors[t].bytes for t in self.tensors], dtype=float)
+        work = worth.equations(graph)
+        self.work = np.array(
+            [
+                0.0
+                if fused_is_free
+                and not any(graph.tensors[t].in_memory for t in graph.equations[i].makes)
+                else work[i]
+                for i in self.equations
+            ]
+        )
+
+    def cut(
+        self, price: float, free: Iterable[int] = (), per_bytes: Any = None
+    ) -> tuple[frozenset[int], float]:
+        """Return what to keep when a byte costs ``price`` seconds, and a lower bound of the total.
+
+        ``free`` arrays cost nothing to keep.
+        """
+        from scipy.sparse import csr_matrix
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+        if not len(self.wanted):
+            return frozenset(), 0.0
+        keeping = price * (self.bytes if per_bytes is None else per_bytes)
+        free = set(free)
+        if free:
+            keeping = np.where([t in free for t in self.tensors], 0.0, keeping)
+        costs = np.concatenate([keeping, self.work])
+        # The flow is integral: 2^29 stands for all the costs that a cut could ever have.
+        total = min(keeping.sum(), keeping.sum() + self.work.sum()) or 1.0
+        total = min(total, self.work.sum() or 1.0) * 1.01
+        scale = 2**29 / total
+        endless = 2**30
+        capacities = np.full(len(self.rows), endless, dtype=np.int64)
+        capacities[: len(costs)] = np.minimum(np.floor(costs * scale), endless).astype(np.int64)
+        matrix = csr_matrix(
+            (capacities.astype(np.int32), (self.rows, self.columns)), (self.size, self.size)
+        )
+        found = maximum_flow(matrix, 0, 1)
+        residual = matrix - found.flow
+        residual.data[residual.data < 0] = 0
+        residual.eliminate_zeros()
+        reached = set(
+            breadth_first_order(residual, 0, directed=True, return_predecessors=False).tolist()
+        )
+        kept = frozenset(
+            t
+            for t in self.tensors
+            if self.tensor_node[t] in reached
+            and self.equation_node[self.graph.tensors[t].producer] not in reached
+        )
+        return kept, found.flow_value / scale
+
+
+def bounds(graph: CostGraph, prices: Sequence[float] = ()) -> Bounds:
+    """Return what no schedule of a graph can beat.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from remat_kit import _cost
+    >>> from remat_kit._target import target
+    >>> x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    >>> graph = _cost.trace(lambda x: jnp.sum(jnp.tanh(jnp.tanh(x @ x) @ x)), (x,), target("cpu"))
+    >>> found = bounds(graph)
+    >>> found.seconds(0) > 0, found.seconds(1e9)
+    (True, 0.0)
+    """
+    # Outside every region the compiler fuses what it can into its readers, for nothing.
+    cutters = [(times, Cutter(part, TIME, fused_is_free=True)) for times, part in _unrolled(graph)]
+    lines = [(0.0, 0.0)]
+    for price in prices or price_range(graph, 12):
+        # What an iteration of a scan needs is its own; what comes into it counts as free.
+        lines.append((price, sum(times * cutter.cut(price)[1] for times, cutter in cutters)))
+    working = 0
+    for e in graph.equations:
+        held = {t for t in e.needs if graph.tensors[t].in_memory}
+        flowing = {t for t in (*e.makes, *e.reads) if _has_cotangent(graph, t)}
+        both = sum(graph.tensors[t].bytes for t in held)
+        both += sum(graph.tensors[t].bytes for t in flowing if graph.tensors[t].in_memory)
+        working = max(working, both if e.needs and e.loop is None else 0)
+    return Bounds(tuple(lines), working)
+
+
+def _unrolled(graph: CostGraph, times: int = 1) -> Iterator[tuple[int, CostGraph]]:
+    """Yield a graph and the bodies of its scans, each with how often it runs."""
+    yield times, graph
+    for e in graph.equations:
+        if e.loop is not None:
+            yield from _unrolled(e.loop.graph, times * e.loop.length)
+
+
+def _has_cotangent(graph: CostGraph, t: int) -> bool:
+    return graph.tensors[t].active and graph.tensors[t].producer >= 0
+
+
+def price_range(graph: CostGraph, count: int) -> list[float]:
+    """Prices of a byte from one that keeps everything to one that keeps nothing."""
+    total = sum(
+        times * part.tensors[t].bytes for times, part in _unrolled(graph) for t in part.residuals
+    )
+    middle = graph.forward_seconds / max(total, 1)
+    return [middle * 10 ** (-2 + 4 * k / (count - 1)) for k in range(count)]
