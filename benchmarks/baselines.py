@@ -1009,8 +1009,7 @@ def beside_plans(graph: CostGraph, found: Sequence[Point], chip: str) -> list[di
     default; None where no plan has so low a peak.
     """
     worth = _cut.Worth.of_graph(graph, _frontier.OBJECTIVES["balanced"])
-    bandwidth = target(chip).host_bandwidth_bytes_per_second
-    plans = _solve.candidates(graph, worth=worth, host_bandwidth=bandwidth)
+    plans = _solve.candidates(graph, worth=worth)
     rows = []
     for point in found:
         peak = NO_HIGHER * point.simulated.peak_bytes

@@ -172,7 +172,7 @@ class Chain:
         self.early = [sum(e.early_bytes for e in graph.equations[lo:hi]) for lo, hi in self.ranges]
         # Without regions, an array in memory that some derivative reads is kept where it is made.
         keep = plain_keeps(graph, 0, len(graph.equations))
-        own = [sum(e.made_in_memory for e in graph.equations[lo:hi]) for lo, hi in self.ranges]
+        own = [float(graph.made_outside[lo:hi].sum()) for lo, hi in self.ranges]
         level = self.level(frozenset(t for t in keep if graph.tensors[t].producer >= 0))
         self.plain = np.array(own) + level.kept
         self.plain_out = np.diagonal(level.out)

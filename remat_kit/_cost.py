@@ -77,15 +77,20 @@ class Loop:
     Attributes:
         graph: of one iteration; its arguments are free.
         length: iterations.
-        carry_bytes: what one iteration hands to the next, kept for each iteration that is
-            differentiated.
+        carry: what one iteration hands to the next and is differentiated, kept for each iteration:
+            the tensor of the body that comes in, and its bytes.
         stacked_bytes: residuals that the scan keeps when nothing is planned, all iterations.
     """
 
     graph: CostGraph
     length: int
-    carry_bytes: int
+    carry: tuple[tuple[int, int], ...]
     stacked_bytes: int
+
+    @property
+    def carry_bytes(self) -> int:
+        """Bytes of all that is carried from one iteration to the next."""
+        return sum(size for _, size in self.carry)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,12 +147,15 @@ class CostGraph:
         equations: all operations, in the order of the program.
         outputs: the tensors that the function returns.
         program: the flat program that it was made of, equation by equation.
+        stacked: whether this is the body of a scan: what an iteration keeps outside of regions is
+            then written down as it is, for no fusion reaches from one loop into another.
     """
 
     tensors: tuple[Tensor, ...]
     equations: tuple[Equation, ...]
     outputs: tuple[int, ...]
     program: Program = dataclasses.field(repr=False)
+    stacked: bool = False
 
     @functools.cached_property
     def forward_flops(self) -> float:
@@ -223,9 +231,13 @@ class CostGraph:
         return steps
 
     @functools.cached_property
-    def made_in_memory(self) -> np.ndarray:
-        """For each equation, the residuals that its derivative writes for itself."""
-        return np.array([float(e.made_in_memory) for e in self.equations])
+    def made_outside(self) -> np.ndarray:
+        """For each equation, the residuals that its derivative writes for itself where no region
+        is around it.
+        """
+        return np.array(
+            [float(e.made_bytes if self.stacked else e.made_in_memory) for e in self.equations]
+        )
 
     @functools.cached_property
     def memory(self) -> dict[Any, Any]:
@@ -503,7 +515,8 @@ class _Builder:
     def body(self, eqn: Any, active: Sequence[bool]) -> CostGraph:
         program = flat_program(eqn.params["jaxpr"], self.program.path(eqn))
         flags = [False] * len(program.consts) + (list(active) or [False] * len(eqn.invars))
-        return _build(program, flags, [bool(active)] * len(program.outvars), self.chip)
+        graph = _build(program, flags, [bool(active)] * len(program.outvars), self.chip)
+        return dataclasses.replace(graph, stacked=True)
 
     def loop(self, eqn: Any, rule: _Derivative) -> Loop:
         consts, carry = _jax.scan_arity(eqn)
@@ -522,12 +535,13 @@ class _Builder:
             if grown == active:
                 break
             active = grown
-        carried = [
-            _graph.nbytes(v.aval)
-            for v, a in zip(eqn.outvars[:carry], rule.active[:carry], strict=True)
+        first = len(graph.program.consts) + consts
+        carried = tuple(
+            (first + i, _graph.nbytes(v.aval))
+            for i, (v, a) in enumerate(zip(eqn.outvars[:carry], rule.active[:carry], strict=True))
             if a
-        ]
-        return Loop(graph, int(eqn.params["length"]), sum(carried), rule.made_bytes)
+        )
+        return Loop(graph, int(eqn.params["length"]), carried, rule.made_bytes)
 
 
 # A fused value with several readers is made again of its sources if these are no more than so many

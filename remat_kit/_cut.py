@@ -169,7 +169,8 @@ class Cutter:
         kept = frozenset(
             t
             for t in self.tensors
-            if self.tensor_node[t] in reached
+            if self.graph.tensors[t].bytes  # a constant is not kept: that would write it down
+            and self.tensor_node[t] in reached
             and self.equation_node[self.graph.tensors[t].producer] not in reached
         )
         return kept, found.flow_value / scale

@@ -21,7 +21,7 @@ import jax
 from remat_kit import _cost, _cut, _figures, _graph, _schedule, _simulate, _solve, _step
 from remat_kit import _policy as algebra
 from remat_kit._cost import CostGraph
-from remat_kit._errors import unknown
+from remat_kit._errors import UserError, unknown
 from remat_kit._gradient import Argnums, abstract
 from remat_kit._policy import Planned, format_bytes
 from remat_kit._simulate import Segment, Simulated
@@ -45,16 +45,20 @@ class Point:
     Attributes:
         predicted_peak_bytes: on the device, arguments and results included.
         saved_bytes: kept on the device from the forward to the backward pass.
-        extra_seconds: roofline time of what is computed twice.
+        host_bytes: kept in the host's memory meanwhile.
+        extra_seconds: roofline time of what is computed twice, and of transfers to and from the
+            host as far as no computation of theirs hides them.
         extra_flops: floating-point operations that are computed twice.
         extra_work: what the search minimised, in seconds: of these two what the objective says.
         forward_flops: floating-point operations of the forward pass, to divide by.
-        bound_extra_seconds: the least extra time of any schedule with this peak.
+        bound_extra_seconds: the least extra time of any schedule with this peak; with what the
+            host keeps counted as if it were on the device.
         gap: ``extra_seconds`` over the bound, as a fraction of the forward pass.
     """
 
     predicted_peak_bytes: int
     saved_bytes: int
+    host_bytes: int
     extra_seconds: float
     extra_flops: float
     extra_work: float
@@ -72,8 +76,8 @@ class Point:
     def to_json(self) -> dict[str, Any]:
         """Return plain values, ready for `json.dumps`."""
         names = (
-            *("predicted_peak_bytes", "saved_bytes", "extra_seconds", "extra_flops"),
-            *("extra_work", "forward_flops", "bound_extra_seconds", "gap"),
+            *("predicted_peak_bytes", "saved_bytes", "host_bytes", "extra_seconds"),
+            *("extra_flops", "extra_work", "forward_flops", "bound_extra_seconds", "gap"),
             "extra_flops_fraction",
         )
         return {name: getattr(self, name) for name in names}
@@ -197,6 +201,7 @@ def frontier(
     argnums: Argnums = 0,
     objective: str = "balanced",
     optimizer: Any = None,
+    offload: bool = False,
     progress: Tick | None = None,
 ) -> Frontier:
     """Return every schedule of a loss that is worth having; nothing is compiled.
@@ -223,11 +228,14 @@ def frontier(
             has matrix units run at their peak, which they do not, so time alone recomputes too
             many convolutions; FLOPs alone recompute elementwise operations without an end.
         optimizer: an ``optax.GradientTransformation`` whose state is there too, as for `plan`.
+        offload: whether what the iterations of scans keep may wait in the host's memory. Outside of
+            scans compilers undo it or take more memory for it, so it is not proposed there.
         progress: called with what is worked on. Ctrl-C ends the search with what it has.
 
     Raises:
         NotDifferentiableError, UserError: ``fn`` is no loss.
         UnknownNameError: no chip or objective has that name.
+        UserError: ``offload`` on a chip whose memory is the host's.
     """
     return search_frontier(
         fn,
@@ -236,6 +244,7 @@ def frontier(
         argnums,
         objective,
         optimizer,
+        offload,
         progress or _solve.silent,
         "frontier",
     )
@@ -248,17 +257,28 @@ def search_frontier(
     argnums: Argnums,
     objective: str,
     optimizer: Any,
+    offload: bool,
     tick: Tick,
     call: str,
 ) -> Frontier:
+    """Do what `frontier` does, for the call that an error names."""
     begun = time.perf_counter()
     if objective not in OBJECTIVES:
         raise unknown("objective", objective, OBJECTIVES, call=f"{call}(..., objective=...)")
+    if offload and chip.platform == "cpu":
+        raise UserError(
+            f"`{call}(..., offload=True, target={chip.name!r})`: a CPU's memory is the host's, so "
+            "there is nowhere to move an array to",
+            hint="leave offload out, or plan for a GPU or a TPU; `remat-kit targets` lists them",
+        )
     tick("tracing")
     graph = _cost.trace(fn, args, chip, argnums, call=call)
     worth = _cut.Worth.of_graph(graph, OBJECTIVES[objective])
     found = _solve.candidates(
-        graph, tick=tick, host_bandwidth=chip.host_bandwidth_bytes_per_second, worth=worth
+        graph,
+        tick=tick,
+        host_bandwidth=chip.host_bandwidth_bytes_per_second if offload else 0.0,
+        worth=worth,
     )
     tick("bounds")
     bounds = _cut.bounds(graph)
@@ -294,10 +314,11 @@ def _point(
     given: int,
     made: int,
 ) -> Point:
-    bound = min(bounds.seconds(cost.peak_bytes), cost.extra_seconds)
+    bound = min(bounds.seconds(cost.peak_bytes + cost.host_bytes), cost.extra_seconds)
     return Point(
         predicted_peak_bytes=given + max(made, cost.peak_bytes),
         saved_bytes=cost.saved_bytes,
+        host_bytes=cost.host_bytes,
         extra_seconds=cost.extra_seconds,
         extra_flops=cost.extra_flops,
         extra_work=worth.extra(cost),
@@ -401,7 +422,7 @@ def _stretch(graph: CostGraph, s: Segment) -> _schedule.Stretch:
     def places(tensors: Iterable[int]) -> tuple[tuple[int, int], ...]:
         return tuple(
             sorted((graph.tensors[t].producer, graph.tensors[t].position) for t in tensors)
-        )
+        )  # an argument's producer is -1, and its position is its place
 
     loops = []
     for equation, loop_plan in s.loops:
@@ -416,7 +437,7 @@ def _stretch(graph: CostGraph, s: Segment) -> _schedule.Stretch:
         start=s.start,
         stop=s.stop,
         save=() if s.inside else places(s.save - s.offload),
-        offload=() if s.inside else places(s.save & s.offload),
+        offload=() if s.inside else places(s.offload),
         plain=s.plain,
         inside=tuple(_stretch(graph, part) for part in s.inside),
         hold=s.hold,

@@ -174,6 +174,7 @@ def plans(
     target: str | Target = "cpu",
     argnums: Argnums = 0,
     objective: str = "balanced",
+    offload: bool = False,
     compiles: int = 5,
     progress: Tick | None = None,
 ) -> tuple[Plan | UserError, ...]:
@@ -181,11 +182,11 @@ def plans(
 
     Args:
         budgets: as for `plan`; a budget that nothing fits gets the error in the plan's place.
-        fn, args, target, argnums, objective, progress: as for `plan`.
+        fn, args, target, argnums, objective, offload, progress: as for `plan`.
         compiles: how many programs may be compiled for each budget.
     """
     chip, tick = find_target(target), progress or _solve.silent
-    found = search_frontier(fn, args, chip, argnums, objective, None, tick, "plans")
+    found = search_frontier(fn, args, chip, argnums, objective, None, offload, tick, "plans")
     search = Search(fn, args, argnums, chip, found, compiles, tick)
 
     def one(budget: str | int | float) -> Plan | UserError:
@@ -205,6 +206,7 @@ def plan(
     argnums: Argnums = 0,
     objective: str = "balanced",
     optimizer: Any = None,
+    offload: bool = False,
     compiles: int = 5,
     progress: Tick | None = None,
 ) -> Plan:
@@ -236,6 +238,9 @@ def plan(
         optimizer: an ``optax.GradientTransformation``. What is compiled is then the whole training
             step: gradients, the optimizer's state, the update, and parameters and state donated;
             budgets count all of it.
+        offload: whether what the iterations of scans keep may wait in the host's memory, as for
+            `frontier`. XLA has given wrong gradients with that on GPUs (openxla/xla#46231): compare
+            a step's gradients before you train.
         compiles: how many programs may be compiled beside the one without a plan.
         progress: called with what is worked on. Ctrl-C ends the search with the best so far.
 
@@ -247,7 +252,7 @@ def plan(
     chip = find_target(target)
     wanted = parsed_budget(budget)
     tick = progress or _solve.silent
-    found = search_frontier(fn, args, chip, argnums, objective, optimizer, tick, "plan")
+    found = search_frontier(fn, args, chip, argnums, objective, optimizer, offload, tick, "plan")
     search = Search(fn, args, argnums, chip, found, compiles, tick, optimizer)
     return _answered(search, search.run(wanted))
 

@@ -9,6 +9,7 @@ program that it was made for: `describe` gives the short form of a program that 
     40:90 hold (40:60; 60:90 save 70.0)     regions in a region that keeps what they save
     90:140 drop (90:120; 120:140)     the same, but the outer region keeps nothing
     140:141 plain loop 140 24*1 (0:9 save 3.0) 48*4 (0:9)     a scan: 24 rounds, then groups of 4
+    0:9 save 3.0 offload in.2 5.0     argument 2 of the program and 5.0 wait in the host's memory
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import contextlib
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +32,8 @@ from remat_kit._errors import PolicyError
 from remat_kit._graph import Program
 from remat_kit._region import keep_labelled, label, run_region
 
-Place = tuple[int, int]  # equation, output
+Place = tuple[int, int]  # equation, output; or `_GIVEN` and the place of an argument
+_GIVEN = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Stretch:
             words.append("plain")
         for name, places in (("save", self.save), ("offload", self.offload)):
             if places:
-                words += [name, *(f"{e}.{p}" for e, p in places)]
+                words += [name, *(f"{'in' if e == _GIVEN else e}.{p}" for e, p in places)]
         if self.inside:
             inner = "; ".join(map(str, self.inside))
             words.append(f"{'hold' if self.hold else 'drop'} ({inner})")
@@ -101,10 +103,13 @@ def parse(text: str) -> Stretch:
     return found
 
 
+_PLACE = r"(?:\d+|in)\.\d+"
+
+
 class _Reader:
     def __init__(self, text: str):
         self.text = text
-        self.tokens = re.findall(r"\d+:\d+|\d+\.\d+|\d+\*\d+|\d+|[a-z]+|[();]|\S", text)
+        self.tokens = re.findall(r"\d+:\d+|(?:\d+|in)\.\d+|\d+\*\d+|\d+|[a-z]+|[();]|\S", text)
         self.at = 0
 
     def peek(self) -> str:
@@ -125,9 +130,10 @@ class _Reader:
         return int(first), int(second)
 
     def places(self) -> tuple[Place, ...]:
-        found = [self.pair(".")]
-        while re.fullmatch(r"\d+\.\d+", self.peek()):
-            found.append(self.pair("."))
+        found = []
+        while not found or re.fullmatch(_PLACE, self.peek()):
+            first, second = self.take(_PLACE).split(".")
+            found.append((_GIVEN if first == "in" else int(first), int(second)))
         return tuple(found)
 
     def stretch(self) -> Stretch:
@@ -274,7 +280,8 @@ def run(
         wanted = {v for e in eqns for v in e.outvars if last.get(v, -1) >= hi}
         part = _graph.part(eqns, wanted, program.base)
         values = [env[v] for v in part.invars]
-        outs = _region(part, stretch, values, prevent_cse)
+        given = {program.invars[p]: p for e, p in stretch.offload if e == _GIVEN}
+        outs = _region(part, stretch, values, prevent_cse, given)
         env.update(zip(part.outvars, outs, strict=True))
     return [read(v) for v in program.outvars]
 
@@ -288,7 +295,14 @@ def _is_var(atom: Any) -> bool:
     return not isinstance(atom, jec.Literal)
 
 
-def _region(part: Program, stretch: Stretch, values: Sequence[Any], prevent_cse: bool) -> list[Any]:
+def _region(
+    part: Program,
+    stretch: Stretch,
+    values: Sequence[Any],
+    prevent_cse: bool,
+    given: Collection[Any] = (),
+) -> list[Any]:
+    """Run one region; those of its inputs that are ``given`` wait in the host's memory."""
     if stretch.inside:
         names = [
             x
@@ -301,7 +315,7 @@ def _region(part: Program, stretch: Stretch, values: Sequence[Any], prevent_cse:
             return run(part, stretch.inside, args, prevent_cse=prevent_cse, start=stretch.start)
 
         return jax.checkpoint(inner, prevent_cse=prevent_cse, policy=keep)(*values)
-    named = _named(part, stretch)
+    named = _named(part, stretch, given)
     rules = [_rule(n) for n, p in ((_KEPT, stretch.save), (_MOVED, stretch.offload)) if p]
     policy = algebra.first(*rules) if len(rules) > 1 else (rules or [_NOTHING])[0]
     return run_region(named, policy, values, prevent_cse=prevent_cse, full=False)
@@ -312,13 +326,22 @@ def _rule(name: str) -> Any:
     return make(algebra.named(name, strict=False))
 
 
-def _named(part: Program, stretch: Stretch) -> Program:
+def _named(part: Program, stretch: Stretch, given: Collection[Any] = ()) -> Program:
     """Put the names that carry the plan on the values that it keeps."""
     names = dict.fromkeys(stretch.save, _KEPT) | dict.fromkeys(stretch.offload, _MOVED)
     if not names:
         return part
     subst: dict[Any, Any] = {}
     eqns = []
+
+    def carry(var: Any, text: str, eqn: Any) -> None:
+        fresh = type(var)(var.aval)
+        eqns.append(_jax.name_equation(var, fresh, text, eqn))
+        subst[var] = fresh
+
+    for var in part.invars:
+        if var in given:
+            carry(var, _MOVED, part.eqns[0])
 
     def read(atom: Any) -> Any:
         return atom if isinstance(atom, jec.Literal) else subst.get(atom, atom)
@@ -327,9 +350,7 @@ def _named(part: Program, stretch: Stretch) -> Program:
         eqns.append(eqn.replace(invars=[read(v) for v in eqn.invars]))
         for position, var in enumerate(eqn.outvars):
             if (place, position) in names:
-                fresh = type(var)(var.aval)
-                eqns.append(_jax.name_equation(var, fresh, names[place, position], eqn))
-                subst[var] = fresh
+                carry(var, names[place, position], eqn)
     outvars = tuple(read(v) for v in part.outvars)
     return dataclasses.replace(part, eqns=tuple(eqns), outvars=outvars)
 

@@ -38,7 +38,8 @@ class Segment:
             it is computed again as a whole, and they keep what they keep only from then on.
         hold: the region around smaller segments keeps what they save, so that they too begin with
             it; False keeps nothing.
-        offload: those of ``save`` that wait in the host's memory.
+        offload: those of ``save`` that wait in the host's memory; in the body of a scan also what
+            comes in from the iteration before.
         loops: for each scan inside, by its equation's index, how its iterations are run.
     """
 
@@ -179,7 +180,7 @@ class Simulation:
         return Simulated(
             peak_bytes=self.peak,
             saved_bytes=self.bytes(saved - on_host) + own,
-            host_bytes=host,
+            host_bytes=host + self.loops_on_host(schedule),
             extra_flops=self.flops,
             extra_seconds=self.seconds,
             peak_segment=self.where,
@@ -209,12 +210,21 @@ class Simulation:
         """Residuals that derivatives make for themselves, where no region recomputes them."""
         if not segment.plain:
             return 0
-        own = int(self.graph.made_in_memory[segment.start : segment.stop].sum())
+        own = int(self.graph.made_outside[segment.start : segment.stop].sum())
         for i, plan in segment.loops:
             e = self.graph.equations[i]
             assert e.loop is not None
             own += loop_bytes(e.loop, plan) - e.made_in_memory
         return own
+
+    def loops_on_host(self, schedule: Sequence[Segment]) -> int:
+        """What the iterations of scans have in the host's memory."""
+        total = 0
+        for i, plan in (loop for s in schedule for leaf in s.leaves() for loop in leaf.loops):
+            loop = self.graph.equations[i].loop
+            assert loop is not None
+            total += loop_cost(loop, plan).host_bytes
+        return total
 
     def early_bytes(self, segment: Segment) -> int:
         """What is made for a region's derivative long before it."""
@@ -273,7 +283,7 @@ class Simulation:
                     if segment.plain:
                         steps[i] -= graph.equations[i].early_bytes
             if segment.plain:
-                steps[segment.start : segment.stop] += graph.made_in_memory[
+                steps[segment.start : segment.stop] += graph.made_outside[
                     segment.start : segment.stop
                 ]
                 for i, plan in segment.loops:
@@ -398,7 +408,9 @@ class Simulation:
             if begun:
                 live -= waiting
                 waiting = 0
-            if (segment.plain and e.index not in plans) or (not segment.plain and e.loop is None):
+            if segment.plain and e.index not in plans:
+                live -= float(graph.made_outside[e.index])
+            elif not segment.plain and e.loop is None:
                 live -= e.made_in_memory
         flops, seconds = self.flops - before[0], self.seconds - before[1]
         self.flops, self.seconds = before
@@ -435,16 +447,23 @@ def loop_cost(loop: Loop, plan: LoopPlan, host_bandwidth: float = math.inf) -> S
     flops = seconds = 0.0
     transient = 0
     for times, group, body in plan.parts:
-        one = simulate(loop.graph, body, host_bandwidth=host_bandwidth)
+        one = simulate(loop.graph, body)
+        away = sum(size for t, size in loop.carry if any(t in s.offload for s in body))
         # An iteration that keeps its residuals as they are does not need what came in.
-        carry = 0 if all(s.plain for s in body) else loop.carry_bytes
+        carry = 0 if all(s.plain for s in body) else loop.carry_bytes - away
         kept = one.saved_bytes + carry
         flops += times * one.extra_flops
         seconds += times * one.extra_seconds
-        working = one.peak_bytes - one.saved_bytes
+        # What comes back from the host is there for the iteration that reads it.
+        working = one.peak_bytes - one.saved_bytes + away
         if group == 1:
             saved += times * kept
-            host += times * one.host_bytes
+            host += times * (one.host_bytes + away)
+            moving = (one.host_bytes + away) / host_bandwidth
+            # Transfers run beside the computation of their own iteration, as far as that lasts.
+            behind = loop.graph.backward_seconds + one.extra_seconds
+            seconds += times * max(0.0, moving - loop.graph.forward_seconds)
+            seconds += times * max(0.0, moving - behind)
         else:
             groups = math.ceil(times / group)
             saved += groups * loop.carry_bytes
@@ -462,6 +481,8 @@ def plain_keeps(graph: CostGraph, lo: int, hi: int) -> frozenset[int]:
 
     What fuses into its readers is not one of them: it is made of its sources once more.
     """
+    if graph.stacked:
+        return frozenset(t for e in graph.equations[lo:hi] for t in e.keeps)
     tensors = graph.tensors
     found: set[int] = set()
     for e in graph.equations[lo:hi]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from remat_kit._chain import Chain, Composer, coarser, joined, positions
-from remat_kit._cost import CostGraph
+from remat_kit._cost import CostGraph, Loop
 from remat_kit._cut import TIME, Cutter, Worth, price_range
 from remat_kit._simulate import LoopPlan, Segment, Simulated, closure, loop_cost, simulate
 
@@ -43,7 +43,7 @@ def candidates(
     tick: Callable[[str], None] = lambda what: None,
     levels: int = 10,
     slots: int = 240,
-    host_bandwidth: float = math.inf,
+    host_bandwidth: float = 0.0,
     worth: Worth = TIME,
 ) -> list[Candidate]:
     """Return the schedules of which none is beaten in both peak and extra work, by peak.
@@ -54,7 +54,7 @@ def candidates(
         tick: told what is worked on; may raise `KeyboardInterrupt`.
         levels: how many prices of a byte are tried.
         slots: into how many steps memory is divided.
-        host_bandwidth: bytes a second to the host.
+        host_bandwidth: bytes a second to the host, one way; 0 where nothing is to be moved there.
     """
     found: list[Candidate] = []
     try:
@@ -87,16 +87,16 @@ def _simulated(
     for e in graph.equations:
         if e.loop is not None:
             tick(f"the scan at {e.module or 'the top'}")
-            loops[e.index] = loop_plans(e, worth)
+            loops[e.index] = loop_plans(e, worth, host_bandwidth)
     seen: set[tuple[Segment, ...]] = set()
     for schedule in _proposals(graph, loops, levels, slots, tick, worth):
         if schedule not in seen:
             seen.add(schedule)
-            cost = simulate(graph, schedule, host_bandwidth=host_bandwidth)
+            cost = simulate(graph, schedule, host_bandwidth=host_bandwidth or math.inf)
             found.append(Candidate(schedule, cost))
             yield found[-1]
     if n <= _SMALL:
-        yield from _polished(graph, pareto(found, worth), seen, host_bandwidth, worth)
+        yield from _polished(graph, pareto(found, worth), seen, host_bandwidth or math.inf, worth)
 
 
 _SMALL = 32
@@ -273,18 +273,27 @@ def _pareto(found: Iterable[_T], cost: Callable[[_T], Simulated], worth: Worth) 
 # -- scans ----------------------------------------------------------------------------------------
 
 
-def loop_plans(e: Any, worth: Worth = TIME, most: int = 48) -> list[LoopPlan]:
-    """Return ways to run a scan: its body's schedules, two depth ranges, groups."""
+def loop_plans(
+    e: Any, worth: Worth = TIME, host_bandwidth: float = 0.0, most: int = 48
+) -> list[LoopPlan]:
+    """Return ways to run a scan: its body's schedules, two depth ranges, groups.
+
+    With a ``host_bandwidth`` what an iteration keeps may wait in the host's memory.
+    """
     loop = e.loop
     n = len(loop.graph.equations)
     length = loop.length
     whole = (Segment(0, n),)
     # All that is proposed, for what counts here is what an iteration keeps, many times over, and
     # not its own peak.
-    proposed = _simulated(loop.graph, silent, 8, 120, math.inf, worth)
-    bodies = dict.fromkeys([whole, *_regions(loop.graph, worth), *(c.schedule for c in proposed)])
+    proposed = _simulated(loop.graph, silent, 8, 120, 0.0, worth)
+    regions = [whole, *_regions(loop.graph, worth)]
+    bodies = dict.fromkeys([*regions, *(c.schedule for c in proposed)])
+    if host_bandwidth:
+        bodies |= dict.fromkeys(b for r in regions for b in _moved(loop, r))
     one = [LoopPlan(((length, 1, body),)) for body in bodies]
-    cost = {p: loop_cost(loop, p) for p in one}
+    bandwidth = host_bandwidth or math.inf
+    cost = {p: loop_cost(loop, p, bandwidth) for p in one}
     hull = _pareto(one, cost.__getitem__, worth)
     found = list(hull)
     corners = _convex(hull, [(cost[p].peak_bytes, worth.extra(cost[p])) for p in hull])
@@ -294,13 +303,24 @@ def loop_plans(e: Any, worth: Worth = TIME, most: int = 48) -> list[LoopPlan]:
             if 0 < first < length:
                 parts = ((first, 1, b.parts[0][2]), (length - first, 1, a.parts[0][2]))
                 found.append(LoopPlan(parts))
-    lean = hull[0].parts[0][2]
+    here = [p for p in hull if not cost[p].host_bytes]  # a group keeps nothing but what came in
     for group in range(2, min(length, 16)):
-        for body in dict.fromkeys([lean, whole]):
+        for body in dict.fromkeys([here[0].parts[0][2], whole] if here else [whole]):
             found.append(LoopPlan(((length, group, body),)))
-    cost |= {p: loop_cost(loop, p) for p in found}
+    cost |= {p: loop_cost(loop, p, bandwidth) for p in found}
     kept = _pareto(found, cost.__getitem__, worth)
     return _thinned(kept, [(cost[p].peak_bytes, worth.extra(cost[p])) for p in kept], most)
+
+
+def _moved(loop: Loop, body: tuple[Segment, ...]) -> Iterator[tuple[Segment, ...]]:
+    """Yield a body of one region with what came in, what it keeps or both in the host's memory."""
+    region, *others = body
+    if others:
+        return
+    carry = frozenset(t for t, _ in loop.carry)
+    for moved in dict.fromkeys([carry, region.save, carry | region.save]):
+        if moved:
+            yield (dataclasses.replace(region, offload=moved),)
 
 
 def silent(what: str) -> None:
