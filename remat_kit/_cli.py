@@ -224,6 +224,11 @@ def _add_plan(plan: argparse.ArgumentParser, frontier: argparse.ArgumentParser) 
             help="count the whole training step with this optimizer of optax (adamw, sgd, lion): "
             "its state, its update, parameters donated",
         )
+        command.add_argument(
+            "--offload",
+            action="store_true",
+            help="let what the iterations of scans keep wait in the host's memory",
+        )
     for kind, about in (("png", "draw memory against time"), ("html", "the same as a page")):
         frontier.add_argument(f"--{kind}", metavar="PATH", type=pathlib.Path, help=about)
 
@@ -342,7 +347,7 @@ def _job(options: argparse.Namespace, targets: Sequence[str] = ()) -> Iterator[_
     chosen = tuple(dict.fromkeys(options.target or targets))
     _stay_off_the_device(chosen)
     sizes = parse_sizes(options.size)
-    plans = {"plan"} if options.command in ("max-batch", "fit") else set()
+    plans = {"plan", "plan+offload"} if options.command in ("max-batch", "fit") else set()
     policies = _checked_policies(options.policy, plans)
     _check_targets(chosen)
     _check_writable(options.json)
@@ -518,6 +523,7 @@ def _plan(options: argparse.Namespace) -> None:
                 target=_one_target(job),
                 objective=options.objective,
                 optimizer=_optimizer(options.optimizer),
+                offload=options.offload,
                 progress=progress.say,
             )
     if options.save:
@@ -573,6 +579,7 @@ def _frontier(options: argparse.Namespace) -> None:
                 target=_one_target(job),
                 objective=options.objective,
                 optimizer=_optimizer(options.optimizer),
+                offload=options.offload,
                 progress=progress.say,
             )
     for kind in ("png", "html"):

@@ -114,7 +114,7 @@ def comparison(
 
 
 def frontier(plain: Mapping[str, Any], path: Any, *, call: str = "to_png") -> None:
-    """Draw memory against time: the schedules, and the bound that none can beat.
+    """Draw memory against time: the schedules, the presets, and the bound that none can beat.
 
     Args:
         plain: as `Frontier.to_json` gives it.
@@ -132,6 +132,9 @@ def frontier(plain: Mapping[str, Any], path: Any, *, call: str = "to_png") -> No
     style = {"drawstyle": "steps-post", "linewidth": 1.4}
     axes.plot(memory, extra, marker="o", markersize=3, color=LINES[1], label="schedules", **style)
     axes.plot(memory, bound, linestyle=(0, (4, 3)), color=LINES[0], label="bound", **style)
+    for number, preset in enumerate(plain["presets"]):
+        place = preset["predicted_peak_bytes"] / _MIB, 100 * preset["extra_seconds"] / forward
+        axes.plot(*place, "Dsv^"[number % 4], color=LINES[2], label=preset["name"])
     axes.set_xlabel("predicted peak, MiB")
     _finish(figure, axes, path, ylabel="extra time, % of the forward pass")
 

@@ -29,7 +29,8 @@ from remat_kit._target import Compiled, Memory, Target
 
 Progress = Callable[[str], None]
 
-PLAN = "plan"  # a policy that is made anew for each chip and batch size
+# Policies that are made anew for each chip and batch size, and whether they may offload.
+PLANS = {"plan": False, "plan+offload": True}
 AT_MOST = 2**20
 _FIRST = 8  # where the builder has no batch of its own
 
@@ -93,7 +94,13 @@ class Model:
         if _is_plan(policy):
             fn, args = self.builder.build(sizes)
             with self.builder.explained((fn, args)):
-                found = _frontier.frontier(fn, *args, target=chip or "cpu", argnums=self._argnums)
+                found = _frontier.frontier(
+                    fn,
+                    *args,
+                    target=chip or "cpu",
+                    argnums=self._argnums,
+                    offload=PLANS[policy],
+                )
             return _remat.policy(found.policy(found.points[0]))(fn), args
         if policy is None or policy == NO_POLICY:
             return self.builder.build(sizes)
@@ -120,7 +127,7 @@ class Model:
             with self.builder.explained(self.loss(None, batch)):
                 raise
 
-    def planned(self, batch: int, chip: Target) -> tuple[Loss, int]:
+    def planned(self, policy: str, batch: int, chip: Target) -> tuple[Loss, int]:
         """Build the loss with the fastest plan that fits; where none does, that of least memory.
 
         Returns:
@@ -129,11 +136,17 @@ class Model:
         fn, args = self.loss(None, batch)
         try:
             with self.builder.explained((fn, args)):
-                plan = _plan.plan(fn, *args, budget="fit", target=chip, argnums=self._argnums)
+                plan = _plan.plan(
+                    *(fn, *args),
+                    budget="fit",
+                    target=chip,
+                    argnums=self._argnums,
+                    offload=PLANS[policy],
+                )
         except NotDifferentiableError:
             raise
-        except UserError:
-            return self.loss(PLAN, batch, chip), 0
+        except UserError:  # nothing fits
+            return self.loss(policy, batch, chip), 0
         return (_remat.policy(plan)(fn), args), plan.tried
 
     @property
@@ -151,7 +164,7 @@ class Model:
 
 
 def _is_plan(policy: Any) -> bool:
-    return isinstance(policy, str) and policy == PLAN
+    return isinstance(policy, str) and policy in PLANS
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -426,7 +439,8 @@ def max_batch(
             ``at``; returns ``(loss_fn, args)``. Other sizes are given with `functools.partial`.
         target: the chip; ``h100@40GiB`` is one with less memory.
         policy: as `remat_kit.policy` takes it; None for none; ``"plan"`` for a plan that is made
-            for each batch size, of the least memory.
+            for each batch size, of the least memory; ``"plan+offload"`` for one that may keep what
+            scans hold in the host's memory.
         at: the module paths that the policy is applied at, not through the builder.
         batch_name: the builder's parameter for the batch size.
         start: the first batch size to compile; by default the builder's own.
@@ -526,7 +540,7 @@ class _Search:
         best, planning = self.best, 0
         if best is not None and complete and _is_plan(self.policy):
             progress(f"{self.described(self.low)}: the fastest plan")
-            loss, planning = self.model.planned(self.low, self.chip)
+            loss, planning = self.model.planned(self.policy, self.low, self.chip)
             faster = self.model.compiled(loss, self.low, self.chip, self.call)
             best = faster if faster.memory.fits else best
         return MaxBatch(
@@ -848,7 +862,8 @@ def fit(
         build, at, batch_name, argnums, donate_argnums, progress: as for `max_batch`.
         batches: the batch sizes.
         policies: each as `remat_kit.policy` takes it; ``none`` is always the first. ``"plan"`` is
-            the fastest plan that fits, made for each chip and batch size.
+            the fastest plan that fits, made for each chip and batch size; ``"plan+offload"`` is one
+            that may keep what scans hold in the host's memory.
         targets: the chips, or their names.
 
     Returns:
@@ -921,7 +936,7 @@ def _so_far(cells: Sequence[Cell], chip: Target) -> str:
 
 def _cell(model: Model, name: str, policy: Any, chip: Target, batch: int, call: str) -> Cell:
     if _is_plan(policy):
-        loss, _ = model.planned(batch, chip)
+        loss, _ = model.planned(policy, batch, chip)
     else:
         loss = model.loss(policy, batch, chip)
     compiled = model.compiled(loss, batch, chip, call)

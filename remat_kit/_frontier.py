@@ -100,6 +100,7 @@ class Frontier:
         working_bytes: the largest set of arrays that one operation's derivative needs at once; no
             schedule has a lower peak beside the arguments.
         plain: the function as it is, with no region.
+        presets: what the presets ``nothing`` and ``dots`` would take around each block, by name.
     """
 
     points: tuple[Point, ...]
@@ -113,6 +114,7 @@ class Frontier:
     backward_seconds: float
     working_bytes: int
     plain: Point
+    presets: tuple[tuple[str, Point], ...]
     graph: CostGraph = dataclasses.field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -129,7 +131,10 @@ class Frontier:
             *("forward_seconds", "backward_seconds", "working_bytes"),
         )
         plain = {name: getattr(self, name) for name in names}
-        return plain | {"points": [p.to_json() for p in self.points]}
+        return plain | {
+            "points": [p.to_json() for p in self.points],
+            "presets": [{"name": name} | p.to_json() for name, p in self.presets],
+        }
 
     def policy(self, point: Point) -> Planned:
         """Return the policy that runs one of the points, for `remat_kit.policy`."""
@@ -155,7 +160,7 @@ class Frontier:
         return str(self.table())
 
     def to_png(self, path: str | pathlib.Path) -> None:
-        """Draw memory against time: the points and the bound (extra ``plot``).
+        """Draw memory against time: the points, presets and the bound (extra ``plot``).
 
         Args:
             path: of the picture; its suffix says the format: ``.png``, ``.svg`` or ``.pdf``.
@@ -286,9 +291,12 @@ def search_frontier(
     if optimizer is not None:
         state = _step.state_of(optimizer, args, argnums, call)
         given += sum(_graph.nbytes(x) for x in jax.tree.leaves(state))
+
+    def point(schedule: tuple[Segment, ...]) -> Point:
+        cost = _simulate.simulate(graph, schedule)
+        return _point(graph, schedule, cost, bounds, worth, given, made)
+
     points = tuple(_point(graph, c.schedule, c.cost, bounds, worth, given, made) for c in found)
-    whole = (Segment(0, len(graph.equations), plain=True),)
-    plain = _point(graph, whole, _simulate.simulate(graph, whole), bounds, worth, given, made)
     return Frontier(
         points=points,
         target=chip.name,
@@ -300,7 +308,8 @@ def search_frontier(
         forward_seconds=graph.forward_seconds,
         backward_seconds=graph.backward_seconds,
         working_bytes=bounds.working_bytes,
-        plain=plain,
+        plain=point((Segment(0, len(graph.equations), plain=True),)),
+        presets=tuple((name, point(schedule)) for name, schedule in _solve.presets(graph)),
         graph=graph,
     )
 

@@ -103,6 +103,7 @@ class Plan(Planned):
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "compiled_peak_bytes": self.compiled_peak_bytes,
             "baseline_peak_bytes": self.baseline.peak_bytes if self.baseline else None,
+            "compiled_host_bytes": self.compiled.host_bytes if self.compiled else None,
             "compiled_temp_bytes": self.compiled.temp_bytes if self.compiled else None,
             "baseline_temp_bytes": self.baseline.temp_bytes if self.baseline else None,
             "extra_flops_fraction": self.point.extra_flops_fraction if self.point else None,
@@ -157,6 +158,8 @@ class Plan(Planned):
 
 
 def _why(m: ModulePlan) -> str:
+    if m.offloaded_bytes:
+        return "waits on the host: the transfer costs less than computing it again"
     if not m.equations:
         return "kept: computing it again would cost more than its bytes are worth"
     if m.saved_bytes:
@@ -268,6 +271,11 @@ def _answered(search: Search, answer: Answer) -> Plan:
         notes.append("the peak is in the update of the parameters: recomputing more cannot help")
     elif memory.peak_bytes is not None and point.cost.peak_bytes <= search.frontier.output_bytes:
         notes.append("arguments and gradients alone make the peak: no recompute can help")
+    if point.host_bytes > 2 * (memory.host_bytes or 0):
+        notes.append(
+            f"the compiler left on the device what was to wait on the host: "
+            f"{format_bytes(memory.host_bytes or 0)} of {format_bytes(point.host_bytes)} are there"
+        )
     step = search.frontier.forward_seconds + search.frontier.backward_seconds
     return Plan(
         program=policy.program,
@@ -293,7 +301,12 @@ def _by_module(graph: CostGraph, schedule: Sequence[Segment]) -> tuple[ModulePla
     def row(module: str) -> list[float]:
         return saved.setdefault(_graph.roll_up(module), [0, 0, 0.0, 0.0, 0])
 
-    def count(graph: CostGraph, segments: Sequence[Segment], times: int) -> None:
+    def count(
+        graph: CostGraph,
+        segments: Sequence[Segment],
+        times: int,
+        carry: Sequence[tuple[int, int]] = (),
+    ) -> None:
         simulation = Simulation(graph, 1.0)
         for segment, held in zip(segments, simulation.held(segments), strict=True):
             for t in held:
@@ -301,6 +314,9 @@ def _by_module(graph: CostGraph, schedule: Sequence[Segment]) -> tuple[ModulePla
                 if tensor.producer >= segment.start:
                     place = 1 if t in segment.offload else 0
                     row(graph.equations[tensor.producer].module)[place] += times * tensor.bytes
+            for t, size in carry:
+                if t in segment.offload:
+                    row(graph.equations[segment.start].module)[1] += times * size
             for part in (segment, *segment.inside):
                 for i in simulation.demand(part).again:
                     e = graph.equations[i]
@@ -313,7 +329,7 @@ def _by_module(graph: CostGraph, schedule: Sequence[Segment]) -> tuple[ModulePla
                 loop = graph.equations[equation].loop
                 assert loop is not None
                 for rounds, _, body in loop_plan.parts:
-                    count(loop.graph, body, times * rounds)
+                    count(loop.graph, body, times * rounds, loop.carry)
 
     count(graph, schedule, 1)
     rows = [ModulePlan(m, int(a), int(b), c, d, int(n)) for m, (a, b, c, d, n) in saved.items()]

@@ -217,6 +217,31 @@ def _even(
             )
 
 
+def presets(graph: CostGraph) -> Iterator[tuple[str, tuple[Segment, ...]]]:
+    """Yield what people reach for first, by name: a region for each module below the outermost one,
+    or for each iteration of a scan, that keeps nothing or the results of matrix products.
+    """
+    n = len(graph.equations)
+    paths = [e.module.split("/") for e in graph.equations]
+    scans = {e.index: e.loop for e in graph.equations if e.loop is not None}
+    around = {i for s in scans for i in (s, s + 1)}
+    cuts = {0, n, *around, *(i for i in range(1, n) if paths[i][:2] != paths[i - 1][:2])}
+    for name, kept in (("nothing", lambda part: frozenset[int]()), ("dots", _products)):
+        schedule = []
+        for lo, hi in itertools.pairwise(sorted(cuts)):
+            if lo in scans:
+                loop = scans[lo]
+                body = (Segment(0, len(loop.graph.equations), save=kept(loop.graph)),)
+                loops = ((lo, LoopPlan(((loop.length, 1, body),))),)
+                schedule.append(Segment(lo, hi, plain=True, loops=loops))
+            elif len(paths[lo]) > 1:
+                part = _part(graph, Segment(0, n, save=kept(graph)), lo, hi)
+                schedule.append(_useful(graph, part))
+            else:
+                schedule.append(Segment(lo, hi, plain=True))
+        yield f"{name}, per block", joined(tuple(schedule))
+
+
 def _useful(graph: CostGraph, s: Segment) -> Segment:
     """Leave out what a region keeps and its own derivative makes no use of."""
     wanted = {t for e in graph.equations[s.start : s.stop] for t in e.needs}
