@@ -8,12 +8,11 @@ the price gives the convex hull of all choices, and its lower envelope is a boun
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from remat_kit._cost import CostGraph
+from remat_kit._cost import CostGraph, Equation
 from remat_kit._simulate import Simulated, closure
 
 # -- what is minimised ----------------------------------------------------------------------------
@@ -24,21 +23,25 @@ class Bounds:
     """What no schedule can beat, whatever its regions.
 
     Attributes:
-        lines: pairs ``(price, value)``: keeping B bytes takes at least ``value - price * B``
-            seconds of recompute, for each of them.
+        lines: triples ``(price, value, busy)``: a peak of B bytes takes at least
+            ``value - price * (B - busy)`` seconds of recompute, for each of them.
         working_bytes: the largest set of arrays that one operation's derivative needs at once.
     """
 
-    lines: tuple[tuple[float, float], ...]
+    lines: tuple[tuple[float, float, int], ...]
     working_bytes: int
 
     def seconds(self, held_bytes: float) -> float:
         """Return the least extra time of any schedule that holds so many bytes at its peak.
 
-        When the backward pass begins at most that many bytes are held, so everything else that
-        it needs has to be computed again from them, at least once.
+        When the backward pass arrives at an operation at most that many bytes are held, some of
+        them by the operation itself, so everything else that those before it need has to be
+        computed again from the rest, at least once.
         """
-        return max((float(v - price * held_bytes) for price, v in self.lines), default=0.0)
+        return max(
+            (float(v - price * max(0, held_bytes - busy)) for price, v, busy in self.lines),
+            default=0.0,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +89,9 @@ TIME = Worth()
 class Cutter:
     """The choice between keeping and computing again, as a flow problem."""
 
-    def __init__(self, graph: CostGraph, worth: Worth = TIME, *, fused_is_free: bool = False):
+    def __init__(self, graph: CostGraph, worth: Worth = TIME, wanted: Iterable[int] | None = None):
         self.graph = graph
-        self.wanted = list(graph.residuals)
+        self.wanted = list(graph.residuals if wanted is None else wanted)
         found = closure(graph, self.wanted, frozenset(), 0, len(graph.equations))
         self.equations = list(found.again)
         tensors = {t for i in self.equations for t in graph.equations[i].makes}
@@ -122,19 +125,13 @@ class Cutter:
         self.rows, self.columns = np.array(rows), np.array(columns)
         self.bytes = np.array([graph.tensors[t].bytes for t in self.tensors], dtype=float)
         work = worth.equations(graph)
-        self.work = np.array(
-            [
-                0.0
-                if fused_is_free
-                and not any(graph.tensors[t].in_memory for t in graph.equations[i].makes)
-                else work[i]
-                for i in self.equations
-            ]
-        )
+        self.work = np.array([work[i] for i in self.equations])
 
-    def cut(
-        self, price: float, free: Iterable[int] = (), per_bytes: Any = None
-    ) -> tuple[frozenset[int], float]:
+    def costs(self, price: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return what each tensor takes to keep and each equation to run, in seconds."""
+        return price * self.bytes, self.work
+
+    def cut(self, price: float, free: Iterable[int] = ()) -> tuple[frozenset[int], float]:
         """Return what to keep when a byte costs ``price`` seconds, and a lower bound of the total.
 
         ``free`` arrays cost nothing to keep.
@@ -144,14 +141,13 @@ class Cutter:
 
         if not len(self.wanted):
             return frozenset(), 0.0
-        keeping = price * (self.bytes if per_bytes is None else per_bytes)
+        keeping, work = self.costs(price)
         free = set(free)
         if free:
             keeping = np.where([t in free for t in self.tensors], 0.0, keeping)
-        costs = np.concatenate([keeping, self.work])
+        costs = np.concatenate([keeping, work])
         # The flow is integral: 2^29 stands for all the costs that a cut could ever have.
-        total = min(keeping.sum(), keeping.sum() + self.work.sum()) or 1.0
-        total = min(total, self.work.sum() or 1.0) * 1.01
+        total = min(keeping.sum() or 1.0, work.sum() or 1.0) * 1.01
         scale = 2**29 / total
         endless = 2**30
         capacities = np.full(len(self.rows), endless, dtype=np.int64)
@@ -176,6 +172,68 @@ class Cutter:
         return kept, found.flow_value / scale
 
 
+class _Relaxed(Cutter):
+    """A cut that takes no more than any schedule, whatever the compiler fuses.
+
+    Outside of regions an operation whose result is not written down is run again inside its
+    readers, for nothing. But where an array in memory is computed again, what is fused into it is
+    run as well, as far as none of the arrays between them is kept: a share of its time is charged
+    to the array, and as much is taken off the price of those in between. Every share gives a bound;
+    which one gives the best depends on the price.
+    """
+
+    def __init__(self, graph: CostGraph, wanted: Iterable[int], share: float):
+        super().__init__(graph, TIME, wanted)
+        self.share = share
+        self.charges: list[tuple[int, list[int], float]] = []
+        if graph.stacked:  # no fusion reaches from one loop into another
+            return
+        place = {i: k for k, i in enumerate(self.equations)}
+        column = {t: k for k, t in enumerate(self.tensors)}
+        for i, k in place.items():
+            if _is_written(graph, i):
+                continue
+            seconds, self.work[k] = self.work[k], 0.0
+            path = _fused_into(graph, i, place)
+            if path and seconds:
+                end, between = path
+                self.charges.append((place[end], [column[t] for t in between], seconds))
+
+    def costs(self, price: float) -> tuple[np.ndarray, np.ndarray]:
+        keeping, work = price * self.bytes, self.work.copy()
+        for end, between, seconds in self.charges:
+            charge = min(self.share * seconds, keeping[between].min())
+            keeping[between] -= charge
+            work[end] += charge
+        return keeping, work
+
+
+def _is_written(graph: CostGraph, i: int) -> bool:
+    return any(graph.tensors[t].in_memory for t in graph.equations[i].makes)
+
+
+def _fused_into(graph: CostGraph, i: int, among: Container[int]) -> tuple[int, list[int]] | None:
+    """Return an equation that writes its result down and that another is fused into, and the
+    tensors between them.
+    """
+    before: dict[int, int] = {}  # tensor -> the one it was reached from
+    todo = list(graph.equations[i].makes)
+    for t in todo:
+        for user in graph.tensors[t].users:
+            if user not in among:
+                continue
+            if _is_written(graph, user):
+                between = [t]
+                while between[-1] in before:
+                    between.append(before[between[-1]])
+                return user, between
+            for made in graph.equations[user].makes:
+                if made not in before and made not in graph.equations[i].makes:
+                    before[made] = t
+                    todo.append(made)
+    return None
+
+
 def bounds(graph: CostGraph, prices: Sequence[float] = ()) -> Bounds:
     """Return what no schedule of a graph can beat.
 
@@ -188,20 +246,71 @@ def bounds(graph: CostGraph, prices: Sequence[float] = ()) -> Bounds:
     >>> found.seconds(0) > 0, found.seconds(1e9)
     (True, 0.0)
     """
-    # Outside every region the compiler fuses what it can into its readers, for nothing.
-    cutters = [(times, Cutter(part, TIME, fused_is_free=True)) for times, part in _unrolled(graph)]
-    lines = [(0.0, 0.0)]
-    for price in prices or price_range(graph, 12):
+    prices = prices or price_range(graph, 16)
+    lines = [(0.0, 0.0, 0)]
+    for place, busy in _busiest(graph):
         # What an iteration of a scan needs is its own; what comes into it counts as free.
-        lines.append((price, sum(times * cutter.cut(price)[1] for times, cutter in cutters)))
-    working = 0
+        cutters = [
+            (times, [_Relaxed(part, needs, share) for share in _SHARES])
+            for times, part, needs in _parts(graph, place)
+        ]
+        for price in prices:
+            total = sum(times * max(c.cut(price)[1] for c in some) for times, some in cutters)
+            lines.append((price, total, busy))
+    working = [
+        _arrays_of(graph, e.needs) + _cotangents_of(graph, e)
+        for e in graph.equations
+        if e.needs and e.loop is None
+    ]
+    return Bounds(tuple(lines), max(working, default=0))
+
+
+_SHARES = (0.0, 0.5, 1.0)
+
+
+def _busiest(graph: CostGraph, most: int = 3) -> list[tuple[int, int]]:
+    """Return some equations that much of the program comes before, and the bytes that are there for
+    them alone when the backward pass is at them; first its beginning.
+    """
+    first: dict[int, int] = {}
     for e in graph.equations:
-        held = {t for t in e.needs if graph.tensors[t].in_memory}
-        flowing = {t for t in (*e.makes, *e.reads) if _has_cotangent(graph, t)}
-        both = sum(graph.tensors[t].bytes for t in held)
-        both += sum(graph.tensors[t].bytes for t in flowing if graph.tensors[t].in_memory)
-        working = max(working, both if e.needs and e.loop is None else 0)
-    return Bounds(tuple(lines), working)
+        for t in e.needs:
+            first.setdefault(t, e.index)
+    n = len(graph.equations)
+    found = [(n, 0)]
+    kept = np.cumsum([sum(graph.tensors[t].bytes for t in e.makes) for e in graph.equations])
+    ranked = []
+    for e in graph.equations:
+        if e.needs and e.loop is None:
+            own = [t for t in e.needs if first[t] == e.index]
+            busy = _arrays_of(graph, own) + _cotangents_of(graph, e)
+            ranked.append((busy * float(kept[e.index]), e.index, busy))
+    found += [(i, busy) for _, i, busy in sorted(ranked, reverse=True)[: most - 1]]
+    return found
+
+
+def _parts(
+    graph: CostGraph, place: int, times: int = 1
+) -> Iterator[tuple[int, CostGraph, list[int]]]:
+    """Yield what comes before an equation, and the bodies of its scans: how often it runs, the
+    graph, and what its derivative needs.
+    """
+    needs = dict.fromkeys(t for e in graph.equations[:place] for t in e.needs)
+    yield times, graph, [t for t in needs if graph.tensors[t].producer >= 0]
+    for e in graph.equations[:place]:
+        if e.loop is not None:
+            inner = e.loop.graph
+            yield from _parts(inner, len(inner.equations), times * e.loop.length)
+
+
+def _arrays_of(graph: CostGraph, tensors: Iterable[int]) -> int:
+    found = {t for t in tensors if graph.tensors[t].in_memory}
+    return sum(graph.tensors[t].bytes for t in found)
+
+
+def _cotangents_of(graph: CostGraph, e: Equation) -> int:
+    flowing = [t for t in (*e.makes, *e.reads) if graph.tensors[t].active]
+    return _arrays_of(graph, (t for t in flowing if graph.tensors[t].producer >= 0))
 
 
 def _unrolled(graph: CostGraph, times: int = 1) -> Iterator[tuple[int, CostGraph]]:
@@ -210,10 +319,6 @@ def _unrolled(graph: CostGraph, times: int = 1) -> Iterator[tuple[int, CostGraph
     for e in graph.equations:
         if e.loop is not None:
             yield from _unrolled(e.loop.graph, times * e.loop.length)
-
-
-def _has_cotangent(graph: CostGraph, t: int) -> bool:
-    return graph.tensors[t].active and graph.tensors[t].producer >= 0
 
 
 def price_range(graph: CostGraph, count: int) -> list[float]:
