@@ -1,6 +1,8 @@
 """Plans: the frontier, the budget, the compiled answer, the policy that runs it."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import sys
 
@@ -10,10 +12,11 @@ import numpy as np
 import optax
 import planner
 import pytest
+from jax.ad_checkpoint import print_saved_residuals
 from zoo import load
 
 import remat_kit
-from remat_kit import PolicyError, UnknownNameError, UserError, _cli, _frontier, _recipe
+from remat_kit import PolicyError, UnknownNameError, UserError, _cli, _frontier, _recipe, _schedule
 
 
 def struct(*shape):
@@ -239,6 +242,34 @@ def test_plans_go_through_scans():
         planned = _frontier.policy_of(found.graph, point.schedule)
         got = jax.jit(jax.grad(remat_kit.policy(planned)(scanned)))(*args)
         np.testing.assert_array_equal(got, want)
+
+
+def test_scans_keep_what_they_hold_on_the_host():
+    here = remat_kit.frontier(scanned, *SCAN_ARGS, target="h100")
+    found = remat_kit.frontier(scanned, *SCAN_ARGS, target="h100", offload=True)
+    assert all(p.host_bytes == 0 for p in here.points)
+    moved = [p for p in found.points if p.host_bytes]
+    assert moved
+    least = min(here.points, key=lambda p: p.predicted_peak_bytes)
+    assert found.points[0].predicted_peak_bytes < least.predicted_peak_bytes
+    lines = [str(line) for p in moved for line in found.policy(p).lines]
+    assert any("offload in." in line for line in lines)
+    for line in lines:
+        assert str(_schedule.parse(line)) == line
+    key = jax.random.key(3)
+    args = jax.random.normal(key, (12, 32, 32)) / 6, jax.random.normal(key, (256, 32))
+    want = jax.jit(jax.grad(scanned))(*args)
+    for point in (moved[0], moved[-1]):
+        lean = remat_kit.policy(found.policy(point))(scanned)
+        np.testing.assert_array_equal(jax.jit(jax.grad(lean))(*args), want)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            print_saved_residuals(lean, *args)
+        assert "<host>[" in out.getvalue()
+
+
+def test_a_cpu_has_no_host_to_move_to():
+    with pytest.raises(UserError, match="a CPU's memory is the host's"):
+        remat_kit.plan(scanned, *SCAN_ARGS, budget=0.5, offload=True)
 
 
 def test_budgets_that_cannot_be_are_said():
