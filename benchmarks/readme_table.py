@@ -83,7 +83,7 @@ def _cell(memory: dict[str, Any]) -> str:
     return shown if memory["fits"] or memory["target"] == "cpu" else f"{shown} (does not fit)"
 
 
-def with_results(readme: str, table: str) -> str:
+def with_results(readme: str, table: str, begin: str = BEGIN, end: str = END) -> str:
     """Return the README's text with its table replaced.
 
     >>> print(with_results(f"a\\n{BEGIN}\\nold\\n{END}\\nb", "new"))
@@ -93,11 +93,11 @@ def with_results(readme: str, table: str) -> str:
     <!-- results:end -->
     b
     """
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the README must hold {BEGIN} and, after it, {END}")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    before, opening, rest = readme.partition(begin)
+    _, closing, after = rest.partition(end)
+    if not opening or not closing:
+        raise ValueError(f"the README must hold {begin} and, after it, {end}")
+    return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,10 +1,12 @@
 """The README: its Python runs, its commands work, its figures are those of the results."""
 
+import doctest
 import json
 import pathlib
 import re
 import shlex
 
+import headline
 import pytest
 import readme_table
 
@@ -80,6 +82,30 @@ def test_figures_are_those_of_the_results():
     table = readme_table.rendered(json.loads(RESULTS.read_text(encoding="utf-8")))
     assert RESULTS.with_suffix(".md").read_text(encoding="utf-8") == table + "\n"
     assert readme_table.with_results(README, table) == README
+
+
+@pytest.mark.parametrize("row", headline.ROWS, ids=lambda row: row.planner)
+def test_the_first_table_is_that_of_the_results(row):
+    files = ", ".join(row.files)
+    line = headline.lines()[row]
+    assert line in README.splitlines(), (
+        f"the README's line of {row.name} on {row.chip} is not what benchmarks/results/ has in "
+        f"{files}: run `python benchmarks/headline.py --update-readme`"
+    )
+
+
+def test_the_first_table_is_written_by_its_command(capsys, monkeypatch, tmp_path):
+    begin, end = headline.BEGIN, headline.END
+    assert readme_table.with_results(README, headline.rendered(), begin, end) == README
+    copy = tmp_path / "README.md"
+    copy.write_text(f"a\n{begin}\n{end}\n", encoding="utf-8")
+    monkeypatch.setattr(readme_table, "README", copy)
+    assert headline.main(["--update-readme"]) == 0
+    assert copy.read_text(encoding="utf-8") == f"a\n{begin}\n{capsys.readouterr().out}{end}\n"
+    assert doctest.testmod(headline).failed == 0
+    monkeypatch.setattr(headline, "RESULTS", headline.ROOT / "nowhere")
+    assert headline.main([]) == 2
+    assert "planner_resnet50_h100.json is not there" in capsys.readouterr().err
 
 
 def test_links_lead_somewhere():
