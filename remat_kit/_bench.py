@@ -25,7 +25,7 @@ from remat_kit._target import Memory
 from remat_kit._target import target as find_target
 
 MIB = 2**20
-COMPILES = 2  # for each of the three plans
+COMPILES = 3  # for each of the three plans
 NOT_MEASURED = "not measured: no device"
 
 # A backward pass is about two forward passes of work, so a step is three.
