@@ -3,10 +3,12 @@
 This is the picture of MindSpore's recomputation tutorial: loss, gradients and an update of a GPT of
 72 layers, parameters and optimizer state donated, in bfloat16. The optimizer is GPT-3's: Adam with
 weight decay, the gradients clipped by their global norm (Brown et al. 2020, appendix B), so that
-all of them are there before the update begins. The layers are compiled unrolled and as a scan.
+all of them are there before the update begins. On one chip the layers are narrow, compiled unrolled
+and as a scan; with GPT-3's width of 12,288 they are a scan on a slice of 64 TPUs v5p. Scans are
+planned too, for fractions of what is in memory without a plan.
 What is drawn are the bytes alive at each step of the compiled schedule; nothing is run. A scan's
 body stands once in the schedule, so its stretch is short though it runs 72 times. Compiled answers
-are kept on disk; without them the whole takes about a quarter of an hour on two cores.
+are kept on disk; without them the whole takes about half an hour on two cores.
 
     python benchmarks/gpt3_memory.py --json benchmarks/results/gpt3_memory.json \\
         --png benchmarks/results/gpt3_memory.png
@@ -16,15 +18,18 @@ Exit status: 0 when done, 2 for a wrong call or a compiler that is not installed
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import _common
+import _slice
 import jax
 import optax
 from _common import MIB, POLICIES, Case
+from _slice import Slice
 
 import remat_kit
 from remat_kit import _figures, _hlo
@@ -46,10 +51,24 @@ PHASES = (FORWARD, LOSS, RECOMPUTE, BACKWARD, UPDATE)
 HEAD = "wte.attend"  # the module that makes the logits
 POINTS = 400  # of a curve in the JSON
 
+# GPT-3's blocks at full width; the vocabulary is rounded up to a multiple of 128, as in
+# Megatron-LM, so that it can be split.
+_FULL = {"size": "175b", "layers": 72, "vocab": 50304, "batch": 8, "dtype": "bf16", "scan": True}
 _SIZE = {"size": "72l", "batch": 4, "dtype": "bf16"}
-CASES = (Case("unrolled", "gpt", _SIZE), Case("scan", "gpt", {**_SIZE, "scan": True}))
+CASES = (
+    Case("unrolled", "gpt", _SIZE),
+    Case("scan", "gpt", {**_SIZE, "scan": True}),
+    Case("slice", "gpt", _FULL),
+)
+SLICE = Slice("v5p:4x4x4", data=8, model=8)
 _TINY = {"size": "tiny", "layers": 2, "batch": 4, "dtype": "bf16"}
-SMOKE = (Case("unrolled", "gpt", _TINY), Case("scan", "gpt", {**_TINY, "scan": True}))
+SMOKE = (
+    Case("unrolled", "gpt", _TINY),
+    Case("scan", "gpt", {**_TINY, "scan": True}),
+    Case("slice", "gpt", {**_TINY, "scan": True}),
+)
+SMOKE_SLICE = Slice("v5p:2x2x1", data=2, model=2)
+BUDGETS = ("0.3", "0.15")  # of the temporaries, or of the activations on a slice
 
 Row = dict[str, Any]
 
@@ -65,16 +84,25 @@ def training_step(loss: Callable[..., Any], optimizer: Any) -> Callable[..., Any
     return train_step
 
 
-def row_of(case: Case, policy: str, target: str) -> Row:
+def adamw() -> Any:
+    """Return GPT-3's optimizer."""
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+
+
+def row_on_a_chip(case: Case, policy: str, target: str, compiles: int) -> Row:
     """Compile one step for one chip and take its memory apart."""
-    loss, (params, *batch) = case.loss(policy)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
-    args = (params, jax.eval_shape(optimizer.init, params), *batch)
-    step = training_step(loss, optimizer)
+    budget = budget_of(policy)
+    loss, (params, *batch) = case.loss("none" if budget else policy)
+    if budget:
+        how = {"budget": budget, "target": target, "optimizer": adamw(), "compiles": compiles}
+        plan = remat_kit.plan(loss, params, *batch, **how)
+        loss = remat_kit.policy(plan)(loss)
+    args = (params, jax.eval_shape(adamw().init, params), *batch)
+    step = training_step(loss, adamw())
     compiled = compile_program(step, args, target, argnums=None, donate_argnums=(0, 1))
     memory = compiled.memory
-    row = {"form": case.name, "size": dict(case.size), "policy": policy}
-    row |= {"target": memory.target, "fits": memory.fits, "compiler_bytes": memory.peak_bytes}
+    row = begun(case, policy, memory.target, loss, (params, *batch))
+    row |= {"fits": memory.fits, "compiler_bytes": memory.peak_bytes}
     row["versions"] = dict(memory.versions)
     if compiled.hlo_text is None:
         return row
@@ -82,6 +110,58 @@ def row_of(case: Case, policy: str, target: str) -> Row:
         _hlo.parse(compiled.hlo_text), memory.peak_bytes, platform=target_of(target).platform
     )
     return row | taken_apart(parts)
+
+
+def row_on_a_slice(case: Case, policy: str, slice_: Slice) -> Row:
+    """Compile one step for a slice of TPUs and take the memory of one of its chips apart.
+
+    `remat_kit.plan` compiles for one device, so that a plan is a point of the frontier of the whole
+    step, chosen by what it predicts: with everything split over all chips, each has its part.
+    """
+    mesh, budget = slice_.mesh(), budget_of(policy)
+    loss, (params, *batch) = case.loss("none" if budget else policy)
+    loss = _slice.split_between_layers(loss, mesh)
+    if budget:
+        found = remat_kit.frontier(loss, params, *batch, target="tpu-v5p")
+        loss = remat_kit.policy(found.policy(chosen(found, budget)))(loss)
+    state = jax.eval_shape(adamw().init, params)
+    args = (*(_slice.split_state(tree, mesh) for tree in (params, state)),)
+    args += tuple(_slice.split_batch(batch, mesh))
+    answer = _slice.compiled(training_step(loss, adamw()), args, mesh)
+    row = begun(case, policy, f"{slice_.chips} × tpu-v5p", loss, (params, *batch))
+    row |= {"fits": "hlo" in answer, "compiler_bytes": answer.get("peak_bytes")}
+    row["versions"] = _slice.versions()
+    if "refused" in answer:
+        return row | {"refused": answer["refused"]}
+    parts = anatomy(_hlo.parse(answer["hlo"]), answer["peak_bytes"], platform="tpu")
+    return row | taken_apart(parts)
+
+
+def chosen(found: remat_kit.Frontier, budget: str) -> remat_kit.Point:
+    """Return the point of least work within a fraction of the activations, or of least memory."""
+    if budget == "min":
+        return found.points[0]
+    fixed = found.argument_bytes + found.output_bytes
+    most = float(budget) * (found.plain.predicted_peak_bytes - fixed)
+    fitting = [p for p in found.points if p.predicted_peak_bytes - fixed <= most]
+    return min(fitting, key=lambda p: p.extra_work)
+
+
+def budget_of(policy: str) -> str:
+    """Return the budget of a plan; "" for a preset.
+
+    >>> budget_of("plan 0.3"), budget_of("dots")
+    ('0.3', '')
+    """
+    return policy.removeprefix("plan ") if policy.startswith("plan ") else ""
+
+
+def begun(case: Case, policy: str, target: str, loss: Callable[..., Any], args: Any) -> Row:
+    """Return what is known of a row without compiling."""
+    report = remat_kit.inspect(loss, *args)
+    extra = report.recomputed_flops / report.forward_flops
+    row = {"form": case.name, "size": dict(case.size), "policy": policy, "target": target}
+    return row | {"extra_flops_fraction": extra}
 
 
 def taken_apart(parts: Anatomy) -> Row:
@@ -145,30 +225,63 @@ def points(alive: Sequence[int]) -> Iterator[int]:
 
 def rendered(report: Mapping[str, Any]) -> str:
     """Return the report as Markdown."""
+    head = ["layers", "policy", *PHASES, "peak in", "activations", "cut", "temporaries", "cut"]
     lines = [
-        "| layers | policy | " + " | ".join(PHASES) + " | peak in | of it activations | fits |",
-        "|---|---|" + "---:|" * len(PHASES) + "---|---:|---|",
-        *(_cells(row) for row in report["rows"]),
+        "| " + " | ".join([*head, "extra FLOPs", "fits"]) + " |",
+        "|---|---|" + "---:|" * len(PHASES) + "---|" + "---:|" * 5 + "---|",
+        *(_cells(row, plain_of(row, report["rows"])) for row in report["rows"]),
     ]
-    size = report["rows"][0]["size"]
+    forms = {row["form"]: row for row in report["rows"]}
+    sizes = ", ".join(f"{form} {_size(row)}" for form, row in forms.items())
     about = (
-        f"Most bytes alive on {report['target']} while each phase of a training step runs, in "
-        f"MiB: GPT `{size['size']}`, {size['batch']} sequences, AdamW with the gradients clipped "
-        "by their global norm, donated state. *Activations* are the temporaries that the forward "
-        "pass made and that are alive at the peak. A phase without a figure has no step of its "
-        "own: the compiler fused it with another."
+        f"Most bytes alive on one chip while each phase of a training step runs, in MiB: GPT, "
+        f"{sizes}; AdamW with the gradients clipped by their global norm, donated state. "
+        "*Activations* are the temporaries that the forward pass made and that are alive at the "
+        "peak, *temporaries* all that is there beside parameters and optimizer state, gradients "
+        "too; each cut is from `none`. *Extra FLOPs* are of the traced program, in parts of the "
+        "forward pass. A phase without a figure has no step of its own: the compiler fused it "
+        "with another."
     )
     return "\n".join([*lines, *_common.ending(report, about)])
 
 
-def _cells(row: Row) -> str:
+def _size(row: Row) -> str:
+    size = dict(row["size"])
+    named, batch = size.pop("size"), size.pop("batch")
+    rest = "".join(f", {name} {size[name]}" for name in ("layers", "vocab") if name in size)
+    return f"`{named}`{rest}, {batch} sequences on {row['target']}"
+
+
+def plain_of(row: Row, rows: Sequence[Row]) -> Row | None:
+    """Return the row of the same form with no policy."""
+    plain = (r for r in rows if (r["form"], r["policy"]) == (row["form"], "none"))
+    return next((r for r in plain if "bytes" in r), None)
+
+
+def activation_bytes(row: Row) -> int:
+    """What the forward pass made and is alive at the peak."""
+    return row["held"].get(FORWARD, 0)
+
+
+def temporary_bytes(row: Row) -> int:
+    """What is alive at the peak beside parameters, state and batch."""
+    return row["bytes"] - row["resident_bytes"]
+
+
+def _cells(row: Row, plain: Row | None) -> str:
     head = f"| {row['form']} | `{row['policy']}` | "
+    extra = f"{row['extra_flops_fraction']:.3f}"
     if "bytes" not in row:
-        return head + " | ".join([*[""] * len(PHASES), "does not fit", "", "no"]) + " |"
+        cells = [*[""] * len(PHASES), "does not fit", *[""] * 4]
+        return head + " | ".join([*cells, extra, "no"]) + " |"
     peaks = [row["phase_peaks"].get(phase) for phase in PHASES]
     cells = ["" if b is None else f"{b / MIB:,.0f}" for b in peaks]
-    held = f"{row['held'].get(FORWARD, 0) / MIB:,.0f}"
-    return head + " | ".join([*cells, row["phase"], held, "yes" if row["fits"] else "no"]) + " |"
+    cells.append(row["phase"])
+    for size in (activation_bytes, temporary_bytes):
+        cells.append(f"{size(row) / MIB:,.0f}")
+        cut = None if plain in (None, row) else 1 - size(row) / size(plain)
+        cells.append("" if cut is None else f"{100 * cut:.0f} %")
+    return head + " | ".join([*cells, extra, "yes" if row["fits"] else "no"]) + " |"
 
 
 def draw(report: Mapping[str, Any], path: pathlib.Path) -> None:
@@ -178,11 +291,16 @@ def draw(report: Mapping[str, Any], path: pathlib.Path) -> None:
 
     rows = [row for row in report["rows"] if "bytes" in row]
     forms = list(dict.fromkeys(row["form"] for row in rows))
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
     colors = {phase: color for phase, (color, _) in _figures.COLORS.items()} | {LOSS: "#7b5ea7"}
-    figure = Figure(figsize=(11, 3.1 * len(forms) + 0.6), layout="constrained", facecolor="white")
-    grid = figure.subplots(len(forms), len(POLICIES), squeeze=False, sharey="row")
+    extent = (1 + 3.3 * len(policies), 3.1 * len(forms) + 0.6)
+    figure = Figure(figsize=extent, layout="constrained", facecolor="white")
+    grid = figure.subplots(len(forms), len(policies), squeeze=False, sharey="row")
+    drawn = {(row["form"], row["policy"]) for row in rows}
+    for (i, form), (j, policy) in itertools.product(enumerate(forms), enumerate(policies)):
+        grid[i][j].set_visible((form, policy) in drawn)
     for row in rows:
-        axes = grid[forms.index(row["form"])][POLICIES.index(row["policy"])]
+        axes = grid[forms.index(row["form"])][policies.index(row["policy"])]
         curve = row["curve"]
         at = [100 * p["step"] / row["steps"] for p in curve] + [100]
         for phase in (*PHASES, "other"):
@@ -208,24 +326,40 @@ def draw(report: Mapping[str, Any], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=150, metadata={"Software": None})
 
 
+def policies_of(case: Case, budgets: Sequence[str]) -> tuple[str, ...]:
+    """Return what a form is compiled with: planning 72 unrolled layers is left out."""
+    planned = tuple(f"plan {budget}" for budget in budgets)
+    return POLICIES if case.name == "unrolled" else POLICIES + planned
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     given = sys.argv[1:] if argv is None else argv
     parser = _common.parser(__doc__)
     parser.add_argument("--target", default="h100", metavar="T", help="default: h100")
     parser.add_argument("--png", type=_common.output, metavar="PATH", help="draw the curves there")
+    forms = [case.name for case in CASES]
+    parser.add_argument(
+        "--form", nargs="+", choices=forms, default=forms, help="default: all three", metavar="F"
+    )
     options = parser.parse_args(given)
     jax.config.update("jax_platforms", "cpu")  # leaves an accelerator that is here alone
+    cases = [c for c in (SMOKE if options.smoke else CASES) if c.name in options.form]
+    budgets = ("min",) if options.smoke else BUDGETS
+    jobs = [(case, policy) for case in cases for policy in policies_of(case, budgets)]
     rows = []
     try:
         with _common.progress() as bar:
-            cases = SMOKE if options.smoke else CASES
-            job = bar.add_task("", total=len(cases) * len(POLICIES))
-            for case in cases:
-                for policy in POLICIES:
-                    bar.update(job, description=f"{case.name}, {policy}, {options.target}")
-                    rows.append(row_of(case, policy, options.target))
-                    bar.advance(job)
+            job = bar.add_task("", total=len(jobs))
+            for case, policy in jobs:
+                bar.update(job, description=f"{case.name}, {policy}")
+                if case.name == "slice":
+                    chips = SMOKE_SLICE if options.smoke else SLICE
+                    rows.append(row_on_a_slice(case, policy, chips))
+                else:
+                    compiles = 1 if options.smoke else 5
+                    rows.append(row_on_a_chip(case, policy, options.target, compiles))
+                bar.advance(job)
     except remat_kit.RematKitError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -3,8 +3,12 @@
 import doctest
 import json
 
+import _slice
 import gpt3_memory
+import jax
+import jax.numpy as jnp
 import mindspore_graphs
+import numpy as np
 import peak_table
 import pytest
 
@@ -127,26 +131,48 @@ def test_mindspore_graphs(capsys, tmp_path):
 # -- the memory of a training step ------------------------------------------------------------
 
 
-def test_gpt3_memory(capsys, tmp_path):
+@pytest.mark.parametrize(
+    "form",
+    [
+        "scan",
+        pytest.param("unrolled", marks=pytest.mark.slow),
+        pytest.param("slice", marks=pytest.mark.slow),
+    ],
+)
+def test_gpt3_memory(form, capsys, tmp_path):
     image = pytest.importorskip("matplotlib.image")
+    if form == "slice" and not remat_kit.target("tpu-v5p").available:
+        pytest.skip("the compiler for TPUs is not installed")
     path, png = tmp_path / "gpt3.json", tmp_path / "gpt3.png"
-    argv = ["--smoke", "--target", "cpu", "--json", str(path), "--png", str(png)]
+    argv = ["--smoke", "--form", form, "--target", "cpu", "--json", str(path), "--png", str(png)]
     assert gpt3_memory.main(argv) == 0
     assert path.with_suffix(".md").read_text() == capsys.readouterr().out
     report = json.loads(path.read_text())
-    rows = {(row["form"], row["policy"]): row for row in report["rows"]}
-    assert len(rows) == 6
+    assert gpt3_memory.rendered(report) + "\n" == path.with_suffix(".md").read_text()
+    rows = {row["policy"]: row for row in report["rows"]}
+    planned = [] if form == "unrolled" else ["plan min"]
+    assert list(rows) == ["none", "nothing", "dots", *planned]
     for row in rows.values():
         assert max(row["phase_peaks"].values()) == row["bytes"]
         assert row["phase_peaks"][row["phase"]] == row["bytes"]
         assert max(p["bytes"] for p in row["curve"]) == row["bytes"]
         assert sum(row["held"].values()) == row["bytes"]
-        assert set(row["phase_peaks"]) >= {"forward", "loss", "backward", "update"}
-    plain, recomputing = rows["unrolled", "none"], rows["unrolled", "nothing"]
-    assert plain["held"]["forward"] > 2 * recomputing["held"]["forward"]
+        assert set(row["phase_peaks"]) >= {"forward", "backward", "update"}
+        assert row["target"] == ("4 × tpu-v5p" if form == "slice" else "cpu")
+    plain = rows.pop("none")
+    assert plain["extra_flops_fraction"] == 0
+    for policy in ("nothing", *planned):
+        row = rows[policy]
+        assert 0 < row["extra_flops_fraction"] < 1
+        assert gpt3_memory.activation_bytes(plain) > 2 * gpt3_memory.activation_bytes(row)
+        assert gpt3_memory.temporary_bytes(plain) > gpt3_memory.temporary_bytes(row)
     assert image.imread(png).std() > 0.01
+
+
+def test_gpt3_memory_names_what_is_wrong(capsys):
     assert gpt3_memory.main(["--smoke", "--target", "nowhere"]) == 2
-    assert doctest.testmod(gpt3_memory) == (0, 1)
+    assert "no target is named 'nowhere'" in capsys.readouterr().err
+    assert doctest.testmod(gpt3_memory) == (0, 2)
 
 
 def test_the_loss_lies_between_forward_and_backward():
@@ -168,3 +194,73 @@ def test_the_loss_lies_between_forward_and_backward():
         for s in found
         if parts.schedule.steps[s].op_name
     )
+
+
+# -- the same on a slice --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh():
+    """One CPU as a mesh of both axes."""
+    return jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+
+
+def test_every_matrix_of_a_full_layer_is_split_over_the_whole_slice(mesh):
+    case, chips = gpt3_memory.CASES[-1], gpt3_memory.SLICE
+    _, (params, tokens) = case.loss("none")
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 131_114_459_136
+    assert jax.tree.leaves(params["block_scan"]["mlp"]["up"]["kernel"])[0].shape[1] == 12288
+    state = jax.eval_shape(gpt3_memory.adamw().init, params)
+    sizes = {"data": chips.data, "model": chips.model}
+    for leaf in jax.tree.leaves(_slice.split_state((params, state), mesh)):
+        parts = 1
+        for length, axis in zip(leaf.shape, leaf.sharding.spec):
+            parts *= sizes.get(axis, 1)
+            assert length % sizes.get(axis, 1) == 0
+        matrix = leaf.size > 1e8
+        assert (parts == chips.chips) == matrix, leaf
+    (split,) = _slice.split_batch((tokens,), mesh)
+    assert tokens.shape[0] % chips.data == 0
+    assert split.sharding.spec == jax.sharding.PartitionSpec("data")
+
+
+def test_a_step_for_a_slice_has_the_values_of_one_for_a_chip(mesh):
+    loss, shapes = gpt3_memory.SMOKE[-1].loss("none")
+    args = jax.tree.map(
+        lambda s: jnp.linspace(0, 0.1, s.size).reshape(s.shape).astype(s.dtype), shapes
+    )
+    split = _slice.split_between_layers(loss, mesh)
+    assert "sharding_constraint" in str(jax.make_jaxpr(split)(*args))
+    quick = {"xla_backend_optimization_level": 0}
+    one, other = jax.jit(lambda *args: (split(*args), loss(*args)), compiler_options=quick)(*args)
+    assert one == other
+
+
+def test_a_step_for_a_slice_is_compiled_once(mesh, monkeypatch):
+    params, batch = {"up": {"kernel": jax.ShapeDtypeStruct((2, 8, 8), "float32")}}, (2, 8)
+    args = (_slice.split_state(params, mesh), _slice.split_state({}, mesh))
+    args += (_slice.split_batch(jax.ShapeDtypeStruct(batch, "float32"), mesh),)
+
+    def step(params, state, x):
+        new = jax.tree.map(lambda w: w * 2.0, params)
+        return new, state, sum(jnp.sum(jnp.tanh(x @ w)) for w in params["up"]["kernel"])
+
+    first = _slice.compiled(step, args, mesh)
+    assert first["peak_bytes"] >= 2 * 8 * 8 * 4
+    assert parse(first["hlo"])
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
+    assert _slice.compiled(step, args, mesh) == first
+
+
+def test_a_plan_for_a_slice_is_a_point_of_the_frontier():
+    case = gpt3_memory.SMOKE[-1]
+    loss, args = case.loss("none")
+    found = remat_kit.frontier(loss, *args)
+    fixed = found.argument_bytes + found.output_bytes
+    point = gpt3_memory.chosen(found, "0.5")
+    half = 0.5 * (found.plain.predicted_peak_bytes - fixed)
+    assert point.predicted_peak_bytes - fixed <= half
+    cheaper = [p for p in found.points if p.extra_work < point.extra_work]
+    assert cheaper
+    assert all(p.predicted_peak_bytes - fixed > half for p in cheaper)
+    assert gpt3_memory.chosen(found, "min") == found.points[0]
