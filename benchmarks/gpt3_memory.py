@@ -68,7 +68,7 @@ SMOKE = (
     Case("slice", "gpt", {**_TINY, "scan": True}),
 )
 SMOKE_SLICE = Slice("v5p:2x2x1", data=2, model=2)
-BUDGETS = ("0.3", "0.15")  # of the temporaries, or of the activations on a slice
+BUDGETS = ("0.3", "0.2", "0.15")  # of the temporaries, or of the activations on a slice
 
 Row = dict[str, Any]
 
