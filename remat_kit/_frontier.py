@@ -99,6 +99,8 @@ class Frontier:
         backward_seconds: roofline time of the backward pass, with nothing computed twice.
         working_bytes: the largest set of arrays that one operation's derivative needs at once; no
             schedule has a lower peak beside the arguments.
+        leaner: schedules of about the first point's predicted peak that keep less for more work,
+            for `plan` to try where a compiler holds more than was predicted.
         plain: the function as it is, with no region.
         presets: what the presets ``nothing`` and ``dots`` would take around each block, by name.
     """
@@ -113,6 +115,7 @@ class Frontier:
     forward_seconds: float
     backward_seconds: float
     working_bytes: int
+    leaner: tuple[Point, ...]
     plain: Point
     presets: tuple[tuple[str, Point], ...]
     graph: CostGraph = dataclasses.field(repr=False)
@@ -133,6 +136,7 @@ class Frontier:
         plain = {name: getattr(self, name) for name in names}
         return plain | {
             "points": [p.to_json() for p in self.points],
+            "leaner": [p.to_json() for p in self.leaner],
             "presets": [{"name": name} | p.to_json() for name, p in self.presets],
         }
 
@@ -279,7 +283,7 @@ def search_frontier(
     tick("tracing")
     graph = _cost.trace(fn, args, chip, argnums, call=call)
     worth = _cut.Worth.of_graph(graph, OBJECTIVES[objective])
-    found = _solve.candidates(
+    found = _solve.proposed(
         graph,
         tick=tick,
         host_bandwidth=chip.host_bandwidth_bytes_per_second if offload else 0.0,
@@ -296,9 +300,11 @@ def search_frontier(
         cost = _simulate.simulate(graph, schedule)
         return _point(graph, schedule, cost, bounds, worth, given, made)
 
-    points = tuple(_point(graph, c.schedule, c.cost, bounds, worth, given, made) for c in found)
+    def points(some: Sequence[_solve.Candidate]) -> tuple[Point, ...]:
+        return tuple(_point(graph, c.schedule, c.cost, bounds, worth, given, made) for c in some)
+
     return Frontier(
-        points=points,
+        points=points(_solve.pareto(found, worth)),
         target=chip.name,
         objective=objective,
         planning_seconds=time.perf_counter() - begun,
@@ -308,6 +314,7 @@ def search_frontier(
         forward_seconds=graph.forward_seconds,
         backward_seconds=graph.backward_seconds,
         working_bytes=bounds.working_bytes,
+        leaner=points(_solve.leaner(found, worth)),
         plain=point((Segment(0, len(graph.equations), plain=True),)),
         presets=tuple((name, point(schedule)) for name, schedule in _solve.presets(graph)),
         graph=graph,

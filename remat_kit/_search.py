@@ -83,8 +83,10 @@ class Search:
     texts: dict[int, str | None] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.points = (*self.frontier.points, self.frontier.plain)
-        self.plain = len(self.frontier.points)
+        front = self.frontier
+        self.points = (*front.points, *front.leaner, front.plain)
+        self.plain = len(self.points) - 1
+        self.leaner = range(len(front.points), self.plain)
 
     def run(self, budget: str | int | float) -> Answer:
         """Return the best that was compiled for a budget, as `parsed_budget` gives it.
@@ -164,6 +166,8 @@ class Search:
         if place in self.known and self.measured(place):
             return self.measured(place) or 0
         own = self.points[place].predicted_peak_bytes
+        if place in self.leaner:
+            return self.predicted_leaner(place)
         pairs = sorted(
             (self.points[p].predicted_peak_bytes, self.measured(p) or 0)
             for p in self.known
@@ -181,6 +185,16 @@ class Search:
             fixed = min(self.fixed(), y, x)
             return round(fixed + (own - fixed) * (y - fixed) / max(x - fixed, 1))
         return max(self.fixed(), y + own - x)
+
+    def predicted_leaner(self, place: int) -> int:
+        """The peak of a point that keeps less than the first: by so much less, where the first took
+        more than its model; above the first else.
+        """
+        own, first = self.points[place], self.points[0]
+        if 0 not in self.known or not self.measured(0):
+            return max(own.predicted_peak_bytes, self.predicted(0) + 1)
+        least = max(own.predicted_peak_bytes, self.fixed())
+        return max(least, self.predicted(0) - (first.saved_bytes - own.saved_bytes))
 
     def choice(self, budget: str | int | float, limit: int | None) -> int | None:
         """The point to compile next."""

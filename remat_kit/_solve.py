@@ -49,6 +49,33 @@ def candidates(
     """Return the schedules of which none is beaten in both peak and extra work, by peak.
 
     Args:
+        graph, tick, levels, slots, host_bandwidth, worth: as for `proposed`.
+    """
+    return pareto(
+        proposed(
+            graph,
+            tick=tick,
+            levels=levels,
+            slots=slots,
+            host_bandwidth=host_bandwidth,
+            worth=worth,
+        ),
+        worth,
+    )
+
+
+def proposed(
+    graph: CostGraph,
+    *,
+    tick: Callable[[str], None] = lambda what: None,
+    levels: int = 10,
+    slots: int = 240,
+    host_bandwidth: float = 0.0,
+    worth: Worth = TIME,
+) -> list[Candidate]:
+    """Return every schedule that is worth a look, simulated; the first has no region.
+
+    Args:
         graph: of the loss, or of the body of a scan.
         worth: what work is.
         tick: told what is worked on; may raise `KeyboardInterrupt`.
@@ -63,7 +90,7 @@ def candidates(
     except KeyboardInterrupt:
         if len(found) < 2:
             raise
-    return pareto(found, worth)
+    return found
 
 
 def _simulated(
@@ -282,6 +309,31 @@ def _distinct(graph: CostGraph, keeps: Iterable[frozenset[int]]) -> list[frozens
 def pareto(found: Iterable[Candidate], worth: Worth = TIME) -> list[Candidate]:
     """Return the candidates that no other beats in both peak and extra work, by peak."""
     return _pareto(found, lambda c: c.cost, worth)
+
+
+def leaner(found: Sequence[Candidate], worth: Worth = TIME, most: int = 8) -> list[Candidate]:
+    """Return candidates that keep less than that of the least peak, for about the same peak.
+
+    The simulation sees no use in them. But where it misses what a compiler holds for long, such as
+    weight gradients that are put off to the end, to keep less helps all the same.
+    """
+    least = min(found, key=lambda c: (c.cost.peak_bytes, worth.extra(c.cost))).cost
+    near = [
+        c
+        for c in found
+        if c.cost.peak_bytes <= _NEAR * least.peak_bytes
+        and c.cost.saved_bytes + c.cost.host_bytes < least.saved_bytes
+    ]
+    near.sort(key=lambda c: (c.cost.saved_bytes, worth.extra(c.cost)))
+    kept: list[Candidate] = []
+    for c in near:
+        if not kept or worth.extra(c.cost) < worth.extra(kept[-1].cost) * (1 - 1e-6):
+            kept.append(c)
+    at = [(float(c.cost.saved_bytes), worth.extra(c.cost)) for c in kept]
+    return _thinned(kept, at, most)
+
+
+_NEAR = 1.02
 
 
 def _pareto(found: Iterable[_T], cost: Callable[[_T], Simulated], worth: Worth) -> list[_T]:

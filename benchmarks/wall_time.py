@@ -1,0 +1,140 @@
+"""Run planned steps on this machine's CPU, and hold what they take against what was predicted.
+
+For each model and budget the gradient is compiled with and without the plan, and the two run by
+turns, so that whatever else the machine does meets both. The ratio of a pair says how much longer
+a planned step takes; the median of them is shown beside the prediction, which is the roofline's
+extra time as a part of the step's, and beside the same in FLOPs.
+
+    python benchmarks/wall_time.py --json benchmarks/results/wall_time.json
+    python benchmarks/wall_time.py --model mlp --budget 0.3 --pairs 20
+
+Exit status: 0 when done, 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import _common
+import jax
+from _common import MIB, Case
+
+import remat_kit
+from remat_kit import testing
+
+CASES = {
+    "mlp": Case("residual MLP, 32 blocks", "residual_mlp", {}),
+    "resnet50": Case("ResNet-50, 8 images", "resnet", {"depth": 50, "batch": 8}),
+    "gpt12": Case(
+        "GPT, 12 layers, 2 × 256", "gpt", {"size": "small", "batch": 2, "seq": 256, "vocab": 8192}
+    ),
+}
+SMOKE = {
+    "mlp": Case("residual MLP, 4 blocks", "residual_mlp", {"batch": 64, "width": 8, "layers": 4})
+}
+BUDGETS = ("0.6", "0.4", "min")
+
+Row = dict[str, Any]
+
+
+def rows(cases: Sequence[Case], budgets: Sequence[str], pairs: int) -> Iterator[Row]:
+    """Plan each model for each budget and time it."""
+    for case in cases:
+        fn, args = case.loss("none")
+        values = testing._seeded(args, 0)
+        plain = jax.jit(jax.value_and_grad(fn))
+        once(plain, values)
+        for budget in budgets:
+            plan = remat_kit.plan(fn, *args, budget=budget)
+            planned = jax.jit(jax.value_and_grad(remat_kit.policy(plan)(fn)))
+            once(planned, values)
+            times = [(once(plain, values), once(planned, values)) for _ in range(pairs)]
+            yield described(case.name, budget, plan, times)
+
+
+def once(step: Callable[..., Any], values: Sequence[Any]) -> float:
+    """Run a step and return its seconds."""
+    begun = time.perf_counter()
+    jax.block_until_ready(step(*values))
+    return time.perf_counter() - begun
+
+
+def described(
+    name: str, budget: str, plan: remat_kit.Plan, times: Sequence[tuple[float, float]]
+) -> Row:
+    """Put a plan's prediction beside the times of the pairs."""
+    point = plan.point
+    assert point is not None
+    before = plan.step_seconds - point.extra_seconds
+    ratios = [planned / plain for plain, planned in times]
+    return {
+        "model": name,
+        "budget": budget,
+        "compiled_temp_bytes": plan.compiled.temp_bytes if plan.compiled else None,
+        "baseline_temp_bytes": plan.baseline.temp_bytes if plan.baseline else None,
+        "plain_seconds": statistics.median(plain for plain, _ in times),
+        "planned_seconds": statistics.median(planned for _, planned in times),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "predicted_time_ratio": 1 + point.extra_seconds / before,
+        # A backward pass is about two forward passes of work.
+        "predicted_flops_ratio": 1 + point.extra_flops_fraction / 3,
+    }
+
+
+def rendered(report: dict[str, Any]) -> str:
+    """Return a report as Markdown."""
+    lines = [
+        "| model | budget | temporaries MiB, without → with | step s, without → with | longer by | "
+        "predicted, time | predicted, FLOPs |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in report["rows"]:
+        before, after = row["baseline_temp_bytes"] / MIB, row["compiled_temp_bytes"] / MIB
+        spread = sorted(row["ratios"])
+        lines.append(
+            f"| {row['model']} | {row['budget']} | {before:,.0f} → {after:,.0f} | "
+            f"{row['plain_seconds']:.3g} → {row['planned_seconds']:.3g} | "
+            f"{_percent(row['ratio'])} ({_percent(spread[0])} to {_percent(spread[-1])}) | "
+            f"{_percent(row['predicted_time_ratio'])} | {_percent(row['predicted_flops_ratio'])} |"
+        )
+    about = (
+        f"Medians of {report['pairs']} pairs, run by turns on {jax.local_device_count()} CPU "
+        f"device with {report['cores']} cores; in brackets the least and the most. Predicted: of "
+        "the step, by the roofline of the target cpu, and by FLOPs, a step being three forward "
+        "passes."
+    )
+    return "\n".join([*lines, *_common.ending(report, about)])
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.0f} %"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = _common.parser(__doc__)
+    parser.add_argument("--model", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
+    parser.add_argument("--budget", nargs="+", default=list(BUDGETS), help="as for remat-kit plan")
+    parser.add_argument("--pairs", type=int, default=9, help="how often both are run; 9 by default")
+    options = parser.parse_args(given)
+    cases = list(SMOKE.values()) if options.smoke else [CASES[name] for name in options.model]
+    versions = {name: __import__(name).__version__ for name in ("jax", "jaxlib")}
+    report = _common.described(__file__, given, [versions])
+    report |= {"pairs": options.pairs, "cores": os.cpu_count()}
+    report["rows"] = list(rows(cases, options.budget, options.pairs))
+    table = rendered(report)
+    if options.json is not None:
+        _common.write(options.json, report, table)
+    print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
