@@ -121,14 +121,17 @@ def row_on_a_slice(case: Case, policy: str, slice_: Slice) -> Row:
     mesh, budget = slice_.mesh(), budget_of(policy)
     loss, (params, *batch) = case.loss("none" if budget else policy)
     loss = _slice.split_between_layers(loss, mesh)
-    if budget:
+    predicted = {}
+    if budget or policy == "none":
         found = remat_kit.frontier(loss, params, *batch, target="tpu-v5p")
-        loss = remat_kit.policy(found.policy(chosen(found, budget)))(loss)
+        point = chosen(found, budget) if budget else found.plain
+        loss = remat_kit.policy(found.policy(point))(loss) if budget else loss
+        predicted = {"predicted_activation_bytes": beside(found, point) // slice_.chips}
     state = jax.eval_shape(adamw().init, params)
     args = (*(_slice.split_state(tree, mesh) for tree in (params, state)),)
     args += tuple(_slice.split_batch(batch, mesh))
     answer = _slice.compiled(training_step(loss, adamw()), args, mesh)
-    row = begun(case, policy, f"{slice_.chips} × tpu-v5p", loss, (params, *batch))
+    row = begun(case, policy, f"{slice_.chips} × tpu-v5p", loss, (params, *batch)) | predicted
     row |= {"fits": "hlo" in answer, "compiler_bytes": answer.get("peak_bytes")}
     row["versions"] = _slice.versions()
     if "refused" in answer:
@@ -141,10 +144,13 @@ def chosen(found: remat_kit.Frontier, budget: str) -> remat_kit.Point:
     """Return the point of least work within a fraction of the activations, or of least memory."""
     if budget == "min":
         return found.points[0]
-    fixed = found.argument_bytes + found.output_bytes
-    most = float(budget) * (found.plain.predicted_peak_bytes - fixed)
-    fitting = [p for p in found.points if p.predicted_peak_bytes - fixed <= most]
-    return min(fitting, key=lambda p: p.extra_work)
+    most = float(budget) * beside(found, found.plain)
+    return min((p for p in found.points if beside(found, p) <= most), key=lambda p: p.extra_work)
+
+
+def beside(found: remat_kit.Frontier, point: remat_kit.Point) -> int:
+    """Return what a point needs beside arguments and results."""
+    return point.predicted_peak_bytes - found.argument_bytes - found.output_bytes
 
 
 def budget_of(policy: str) -> str:
