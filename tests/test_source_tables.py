@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import paddle_recompute
 import pytest
+import wall_time
 
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -178,3 +179,21 @@ def test_the_results_of_bert_batch(chip):
     for row in report["rows"]:
         assert row["peak_bytes"] <= row["memory_bytes"]
         assert not row["xla_remat"]
+
+
+# -- wall time ------------------------------------------------------------------------------------
+
+
+def test_planned_steps_are_timed_beside_the_prediction(tmp_path, capsys):
+    path = tmp_path / "times.json"
+    argv = ["--smoke", "--pairs", "3", "--budget", "min", "1e-3", "--json", str(path)]
+    assert wall_time.main(argv) == 0
+    least, impossible = json.loads(path.read_text())["rows"]
+    assert len(least["ratios"]) == 3
+    assert sorted(least["ratios"])[1] == least["ratio"] > 0
+    assert least["predicted_time_ratio"] > 1
+    assert least["compiled_temp_bytes"] < least["baseline_temp_bytes"]
+    assert "least that was reached" in impossible["error"]
+    out = capsys.readouterr().out
+    assert path.with_suffix(".md").read_text() == out
+    assert "python benchmarks/wall_time.py --smoke --pairs 3 --budget min 1e-3" in out
