@@ -184,6 +184,7 @@ def test_the_results_of_bert_batch(chip):
 # -- wall time ------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA:CPU undoes recompute outside loops")
 def test_planned_steps_are_timed_beside_the_prediction(tmp_path, capsys):
     path = tmp_path / "times.json"
     argv = ["--smoke", "--pairs", "3", "--budget", "min", "1e-3", "--json", str(path)]
