@@ -17,6 +17,9 @@ from zoo import load
 
 import remat_kit
 from remat_kit import PolicyError, UnknownNameError, UserError, _cli, _frontier, _recipe, _schedule
+from remat_kit._search import Search
+from remat_kit._solve import silent
+from remat_kit._target import target
 
 
 def struct(*shape):
@@ -242,6 +245,44 @@ def test_plans_go_through_scans():
         planned = _frontier.policy_of(found.graph, point.schedule)
         got = jax.jit(jax.grad(remat_kit.policy(planned)(scanned)))(*args)
         np.testing.assert_array_equal(got, want)
+
+
+def wide_first(ws, x):
+    """The first operations' working set is the peak, whatever the blocks keep."""
+    x = jnp.tanh(jnp.sin(x @ ws[0]) @ ws[1])
+    for i, w in enumerate(ws[2:]):
+        with jax.named_scope(f"block_{i}"):
+            x = jnp.tanh(x @ w)
+    return jnp.mean(x)
+
+
+WIDE_ARGS = [struct(16, 512), struct(512, 16), *[struct(16, 16)] * 10], struct(4096, 16)
+
+
+def test_where_the_model_misses_something_plans_keep_less():
+    front = remat_kit.frontier(wide_first, *WIDE_ARGS, target="h100")
+    first = front.points[0]
+    assert front.leaner
+    for point in front.leaner:
+        assert point.saved_bytes < first.saved_bytes
+        assert point.extra_work > first.extra_work
+        assert point.predicted_peak_bytes <= 1.03 * first.predicted_peak_bytes
+    search = Search(wide_first, WIDE_ARGS, 0, target("h100"), front, 3, silent)
+    memory = remat_kit.measure(wide_first, *WIDE_ARGS)
+
+    def measured(point, factor):
+        peak = round(factor * point.predicted_peak_bytes)
+        return dataclasses.replace(memory, peak_bytes=peak)
+
+    search.known = {search.plain: measured(front.plain, 1.0), 0: measured(first, 1.0)}
+    assert all(search.predicted(p) >= first.predicted_peak_bytes for p in search.leaner)
+    search.known = {search.plain: measured(front.plain, 1.3), 0: measured(first, 1.3)}
+    choice = search.choice("min", None)
+    assert choice in search.leaner
+    # No less than the model says, and less than what was found by no more than is kept less.
+    found, point = search.predicted(choice), search.points[choice]
+    assert point.predicted_peak_bytes <= found < search.predicted(0)
+    assert search.predicted(0) - found <= first.saved_bytes - point.saved_bytes
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA:CPU undoes recompute outside loops")
