@@ -137,7 +137,8 @@ class Model:
         try:
             with self.builder.explained((fn, args)):
                 plan = _plan.plan(
-                    *(fn, *args),
+                    fn,
+                    *args,
                     budget="fit",
                     target=chip,
                     argnums=self._argnums,
