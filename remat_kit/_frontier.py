@@ -6,14 +6,16 @@ all. `estimate` says what hand-chosen checkpoints would take, by the same model.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import html
 import io
 import itertools
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -280,17 +282,18 @@ def search_frontier(
             "there is nowhere to move an array to",
             hint="leave offload out, or plan for a GPU or a TPU; `remat-kit targets` lists them",
         )
-    tick("tracing")
-    graph = _cost.trace(fn, args, chip, argnums, call=call)
-    worth = _cut.Worth.of_graph(graph, OBJECTIVES[objective])
-    found = _solve.proposed(
-        graph,
-        tick=tick,
-        host_bandwidth=chip.host_bandwidth_bytes_per_second if offload else 0.0,
-        worth=worth,
-    )
-    tick("bounds")
-    bounds = _cut.bounds(graph)
+    with _collection_put_off():
+        tick("tracing")
+        graph = _cost.trace(fn, args, chip, argnums, call=call)
+        worth = _cut.Worth.of_graph(graph, OBJECTIVES[objective])
+        found = _solve.proposed(
+            graph,
+            tick=tick,
+            host_bandwidth=chip.host_bandwidth_bytes_per_second if offload else 0.0,
+            worth=worth,
+        )
+        tick("bounds")
+        bounds = _cut.bounds(graph)
     given, made = _sizes(graph, args, argnums, call)
     if optimizer is not None:
         state = _step.state_of(optimizer, args, argnums, call)
@@ -319,6 +322,20 @@ def search_frontier(
         presets=tuple((name, point(schedule)) for name, schedule in _solve.presets(graph)),
         graph=graph,
     )
+
+
+@contextlib.contextmanager
+def _collection_put_off() -> Iterator[None]:
+    """Let no garbage be collected meanwhile: among so many live objects that is a third of the time
+    that a search takes, and there are few cycles to find.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _point(

@@ -228,7 +228,9 @@ def _even(
         sorted(forced | {i for i in range(1, n) if paths[i][:depth] != paths[i - 1][:depth]})
         for depth in (1, 2)
     ]
-    sets += [coarser(graph, fine, keeps, most) for most in (4, 8, 16, 32)[:: 1 if n < 2500 else 2]]
+    small = n < 2500
+    sets += [_absorbed(graph, cuts) for cuts in sets if small]
+    sets += [coarser(graph, fine, keeps, most) for most in (4, 8, 16, 32)[:: 1 if small else 2]]
     for cuts in dict.fromkeys(tuple(cuts) for cuts in sets if len(cuts) < 200):
         for keep in dict.fromkeys([*keeps, _products(graph)]):
             parts = [
@@ -242,6 +244,19 @@ def _even(
                     p if paths[p.start][0] else _part(graph, plain, p.start, p.stop) for p in parts
                 )
             )
+
+
+def _absorbed(graph: CostGraph, cuts: Sequence[int], share: float = 0.25) -> list[int]:
+    """Give parts that make little beside the median one to the part before, or the first after."""
+    made = [0]
+    for e in graph.equations:
+        made.append(made[-1] + sum(graph.tensors[t].bytes for t in e.makes))
+    sizes = sorted(made[b] - made[a] for a, b in itertools.pairwise(cuts))
+    found = [cuts[-1]]
+    for cut in reversed(cuts[:-1]):
+        if made[found[-1]] - made[cut] > share * sizes[len(sizes) // 2]:
+            found.append(cut)
+    return [0, *reversed(found[:-1])]
 
 
 def presets(graph: CostGraph) -> Iterator[tuple[str, tuple[Segment, ...]]]:
@@ -371,7 +386,7 @@ def loop_plans(
     one = [LoopPlan(((length, 1, body),)) for body in bodies]
     bandwidth = host_bandwidth or math.inf
     cost = {p: loop_cost(loop, p, bandwidth) for p in one}
-    hull = _pareto(one, cost.__getitem__, worth)
+    hull = _toggled(loop, _pareto(one, cost.__getitem__, worth), cost, worth)
     found = list(hull)
     corners = _convex(hull, [(cost[p].peak_bytes, worth.extra(cost[p])) for p in hull])
     for a, b in itertools.pairwise(corners):
@@ -387,6 +402,41 @@ def loop_plans(
     cost |= {p: loop_cost(loop, p, bandwidth) for p in found}
     kept = _pareto(found, cost.__getitem__, worth)
     return _thinned(kept, [(cost[p].peak_bytes, worth.extra(cost[p])) for p in kept], most)
+
+
+def _toggled(
+    loop: Loop,
+    found: list[LoopPlan],
+    cost: dict[LoopPlan, Simulated],
+    worth: Worth,
+    most: int = 1200,
+) -> list[LoopPlan]:
+    """Improve what a body's one region keeps, one array at a time, until no change helps.
+
+    Minimum cuts are the corners of a hull; for a scan, what lies between two of them counts as many
+    times as it has iterations. Costs are added to ``cost``.
+    """
+
+    def region(p: LoopPlan) -> Segment | None:
+        (body,) = [body for _, _, body in p.parts]
+        s = body[0]
+        return None if len(body) > 1 or s.plain or s.inside or s.loops or s.offload else s
+
+    pool = {t for p in found if (s := region(p)) is not None for t in s.save}
+    done: set[LoopPlan] = set()
+    while fresh := [p for p in found if p not in done and region(p) is not None]:
+        for p in fresh:
+            done.add(p)
+            s = region(p)
+            assert s is not None
+            for t in sorted(pool):
+                if len(cost) >= most:
+                    return found
+                other = LoopPlan(((loop.length, 1, (dataclasses.replace(s, save=s.save ^ {t}),)),))
+                if other not in cost:
+                    cost[other] = loop_cost(loop, other)
+        found = _pareto(cost, cost.__getitem__, worth)
+    return found
 
 
 def _moved(loop: Loop, body: tuple[Segment, ...]) -> Iterator[tuple[Segment, ...]]:
