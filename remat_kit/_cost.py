@@ -26,6 +26,7 @@ import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 
 from remat_kit import _graph, _jax
 from remat_kit._gradient import Argnums, abstract, gradient_program
@@ -700,13 +701,49 @@ _derivatives: dict[Any, _Derivative] = {}
 
 def derivative_of(eqn: Any, mask: tuple[bool, ...]) -> _Derivative:
     """Linearize one equation in the inputs of ``mask`` and follow its residuals to their source."""
+    eqn, times = _small(eqn)
     key = equation_key(eqn), mask, _jax.trace_context()
     found = _derivatives.get(key)
     if found is None:
         if len(_derivatives) > 4096:
             _derivatives.clear()
         found = _derivatives[key] = _linearized(eqn, mask)
-    return found
+    if times == 1:
+        return found
+    return dataclasses.replace(
+        found, flops=times * found.flops, made_bytes=times * found.made_bytes
+    )
+
+
+_ELEMENTWISE = frozenset(
+    {"add", "add_any", "sub", "mul", "div", "neg", "max", "min", "exp", "log", "sqrt", "rsqrt"}
+    | {"square", "integer_pow", "tanh", "logistic", "sin", "cos", "erf", "abs", "sign"}
+)
+
+
+def _small(eqn: Any) -> tuple[Any, int]:
+    """Return an elementwise equation on one element, and how many it had; others as they are.
+
+    So that the derivative of one operation is traced once and not for each shape in a model.
+    """
+    if eqn.primitive.name not in _ELEMENTWISE:
+        return eqn, 1
+    (out,) = eqn.outvars
+    shape = out.aval.shape
+    literal = [isinstance(v, jec.Literal) for v in eqn.invars]
+    alike = all(
+        v.aval.shape == (() if constant else shape)
+        for v, constant in zip(eqn.invars, literal, strict=True)
+    )
+    if not alike or 0 in shape:
+        return eqn, 1
+
+    def one(v: Any) -> Any:
+        aval = v.aval
+        return jec.Var(ShapedArray((1,), aval.dtype, weak_type=aval.weak_type))
+
+    invars = [v if c else one(v) for v, c in zip(eqn.invars, literal, strict=True)]
+    return eqn.replace(invars=invars, outvars=[one(out)]), math.prod(shape)
 
 
 def _linearized(eqn: Any, mask: tuple[bool, ...]) -> _Derivative:
