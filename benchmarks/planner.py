@@ -28,7 +28,10 @@ CASES = {
     "resnet152": Case("ResNet-152, 16 images", "resnet", {"depth": 152, "batch": 16}),
     "gpt12": Case("GPT, 12 layers, 8 × 1024", "gpt", {"size": "small", "batch": 8}),
     "gpt72scan": Case("GPT, 72 layers, a scan", "gpt", {"layers": 72, "batch": 8, "scan": True}),
+    "gpt72": Case("GPT, 72 layers, unrolled", "gpt", {"layers": 72, "batch": 8}),
+    "densenet121": Case("DenseNet-121, 32 images", "densenet", {"depth": 121, "batch": 32}),
     "densenet201": Case("DenseNet-201, 16 images", "densenet", {"depth": 201, "batch": 16}),
+    "nasnet": Case("NASNet-A, 64 images", "cells", {"arch": "nasnet", "batch": 64}),
 }
 SMOKE = {
     "mlp": Case("residual MLP, 4 blocks", "residual_mlp", {"batch": 64, "width": 8, "layers": 4}),
