@@ -474,6 +474,25 @@ def test_max_batch_where_the_compiler_refuses():
 
 
 @pytest.mark.slow
+def deep(batch=8):
+    def loss(weights, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0] ** 2)
+
+    shapes = (48, 16, 16), (batch, 16)
+    return loss, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not target("h100").available, reason="needs the CUDA plugin")
+def test_a_plan_that_offloads_fits_several_times_the_batch():
+    here, away = (
+        remat_kit.max_batch(deep, target="h100@4MiB", policy=policy, step=512, start=start)
+        for policy, start in (("plan", 2560), ("plan+offload", 15360))
+    )
+    assert away.batch > 4 * here.batch
+    assert here.refused is not None and away.refused is not None
+
+
 @pytest.mark.skipif(not target("h100").available, reason="needs the CUDA plugin")
 def test_max_batch_on_a_gpu_that_is_absent():
     found = remat_kit.max_batch(mlp, target="h100@4MiB", step=16)
