@@ -148,19 +148,22 @@ class Frontier:
 
     def table(self, most: int = 24) -> Table:
         """Return at most so many of the points, spread over the range of memory."""
-        rows = [
-            (
-                format_bytes(p.predicted_peak_bytes),
-                format_bytes(p.saved_bytes),
-                f"+{100 * p.extra_flops_fraction:.1f} %",
-                f"+{100 * _share(p.extra_seconds, self.forward_seconds):.1f} %",
-                f"+{100 * _share(p.bound_extra_seconds, self.forward_seconds):.1f} %",
-            )
-            for p in _thinned(self.points, most)
-        ]
-        head = ("peak", "saved", "extra FLOPs", "extra time", "bound")
+        shown = _thinned(self.points, most)
+        columns = {
+            "peak": [format_bytes(p.predicted_peak_bytes) for p in shown],
+            "saved": [format_bytes(p.saved_bytes) for p in shown],
+            "on the host": [format_bytes(p.host_bytes) for p in shown],
+            "extra FLOPs": [f"+{100 * p.extra_flops_fraction:.1f} %" for p in shown],
+            "extra time": [self._part(p.extra_seconds) for p in shown],
+            "bound": [self._part(p.bound_extra_seconds) for p in shown],
+        }
+        if not any(p.host_bytes for p in self.points):
+            del columns["on the host"]
         title = f"{self.target}: predicted peak against extra work, in parts of the forward pass"
-        return Table(title, head, tuple(rows))
+        return Table(title, tuple(columns), tuple(zip(*columns.values(), strict=True)))
+
+    def _part(self, seconds: float) -> str:
+        return f"+{100 * _share(seconds, self.forward_seconds):.1f} %"
 
     def __str__(self) -> str:
         return str(self.table())
