@@ -312,7 +312,8 @@ def test_scans_keep_what_they_hold_on_the_host():
     assert moved
     least = min(here.points, key=lambda p: p.predicted_peak_bytes)
     assert found.points[0].predicted_peak_bytes < least.predicted_peak_bytes
-    assert "on the host" in str(found) and "on the host" not in str(here)
+    assert "on the host" in str(found)
+    assert "on the host" not in str(here)
     lines = [str(line) for p in moved for line in found.policy(p).lines]
     assert any("offload in." in line for line in lines)
     for line in lines:
