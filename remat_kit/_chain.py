@@ -301,10 +301,17 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Composer:
-    def __init__(self, chain: Chain, levels: Sequence[Level], loops: dict[int, list[LoopPlan]]):
+    def __init__(
+        self,
+        chain: Chain,
+        levels: Sequence[Level],
+        loops: dict[int, list[LoopPlan]],
+        host_bandwidth: float = math.inf,
+    ):
         self.chain = chain
         self.levels = levels
         self.loops = loops
+        self.host_bandwidth = host_bandwidth
         self.parts: dict[tuple[int, int, int], frozenset[int]] = {}
         self.plain_out = chain.level(frozenset()).out
 
@@ -359,7 +366,7 @@ class Composer:
         assert scan.loop is not None
         found = []
         for number, plan in enumerate(self.loops.get(scan.index, ())):
-            cost = loop_cost(scan.loop, plan)
+            cost = loop_cost(scan.loop, plan, self.host_bandwidth)
             stay = float(self.chain.plain[b]) - scan.made_in_memory + cost.saved_bytes
             found.append(
                 _Item(

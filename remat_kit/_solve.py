@@ -115,15 +115,16 @@ def _simulated(
         if e.loop is not None:
             tick(f"the scan at {e.module or 'the top'}")
             loops[e.index] = loop_plans(e, worth, host_bandwidth)
+    bandwidth = host_bandwidth or math.inf
     seen: set[tuple[Segment, ...]] = set()
-    for schedule in _proposals(graph, loops, levels, slots, tick, worth):
+    for schedule in _proposals(graph, loops, levels, slots, bandwidth, tick, worth):
         if schedule not in seen:
             seen.add(schedule)
-            cost = simulate(graph, schedule, host_bandwidth=host_bandwidth or math.inf)
+            cost = simulate(graph, schedule, host_bandwidth=bandwidth)
             found.append(Candidate(schedule, cost))
             yield found[-1]
     if n <= _SMALL:
-        yield from _polished(graph, pareto(found, worth), seen, host_bandwidth or math.inf, worth)
+        yield from _polished(graph, pareto(found, worth), seen, bandwidth, worth)
 
 
 _SMALL = 32
@@ -184,6 +185,7 @@ def _proposals(
     loops: dict[int, list[LoopPlan]],
     levels: int,
     slots: int,
+    host_bandwidth: float,
     tick: Callable[[str], None],
     worth: Worth,
 ) -> Iterable[tuple[Segment, ...]]:
@@ -203,7 +205,8 @@ def _proposals(
         keeps = dict.fromkeys(everywhere)
         for price in prices:
             keeps.setdefault(cutter.cut(price, free=handed)[0])
-        composer = Composer(chain, [chain.level(k) for k in _distinct(graph, keeps)], loops)
+        kept = [chain.level(k) for k in _distinct(graph, keeps)]
+        composer = Composer(chain, kept, loops, host_bandwidth)
         top = float(chain.plain.sum() + chain.flowing.max())
         # Each schedule is simulated; short chains and small graphs can have finer steps.
         steps = slots * (4 if chain.count <= 32 else 2 if len(graph.equations) < 2500 else 1)

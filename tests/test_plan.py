@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import sys
 
 import jax
@@ -302,6 +303,18 @@ def test_what_comes_into_a_region_is_not_made_again_of_all_its_terms():
     planned = _frontier.policy_of(graph, point.schedule)
     assert len(planned.lines) == 4
     assert remat_kit.measure(remat_kit.policy(planned)(stack), *args).temp_bytes < 15 * 2**20
+
+
+@pytest.mark.parametrize("chip", ["v100-32g", "h100"])
+def test_a_choice_to_offload_is_never_worse(chip):
+    here = remat_kit.frontier(scanned, *SCAN_ARGS, target=chip)
+    found = remat_kit.frontier(scanned, *SCAN_ARGS, target=chip, offload=True)
+    for p in here.points:
+        least = min(
+            (q.extra_work for q in found.points if q.cost.peak_bytes <= p.cost.peak_bytes),
+            default=math.inf,
+        )
+        assert least <= p.extra_work * (1 + 1e-9)
 
 
 def test_scans_keep_what_they_hold_on_the_host():
