@@ -18,6 +18,9 @@ from remat_kit._target import Memory, Target, compile_program
 
 _FREE_SHARE = 0.02  # of the step, what "free" may cost
 
+# Programs whose peaks differ by less of their temporaries are as good as each other.
+_EQUAL = 0.01
+
 
 def parsed_budget(budget: str | int | float) -> str | int | float:
     """Return a word, a fraction (float) or bytes (int)."""
@@ -234,7 +237,9 @@ class Search:
         if budget == "free":
             fitting = [p for p in fitting if p in self.free()]
         if limit is None and fitting:
-            return min(fitting, key=lambda p: (self.measured(p), points[p].extra_work))
+            least = min(self.measured(p) or 0 for p in fitting)
+            enough = least + _EQUAL * (least - self.fixed())
+            fitting = [p for p in fitting if (self.measured(p) or 0) <= enough]
         if fitting:
             return min(fitting, key=lambda p: (points[p].extra_work, self.measured(p)))
         raise self.nothing_fits(limit or 0)

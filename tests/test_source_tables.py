@@ -163,7 +163,7 @@ def test_the_moments_of_adam_are_counted():
 
 @pytest.mark.slow
 def test_a_planned_step_fits():
-    chip = bert_batch.roomy(bert_batch.remat_kit.target("cpu@16MiB"))
+    chip = bert_batch.roomy(bert_batch.remat_kit.target("cpu@16MiB"), 4)
     way = bert_batch.Way(bert_batch.SMOKE, bert_batch.WAYS["plan"], chip)
     found = bert_batch.fastest_plan(way, 96)
     assert found is not None
