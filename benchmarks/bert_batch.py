@@ -298,13 +298,14 @@ def rendered(report: Mapping[str, Any]) -> str:
 
 _ABOUT = (
     "The largest batch of BERT-Large (sequences of 512 tokens, dropout 0.1) whose whole training "
-    "step with Adam compiles into the chip's memory, XLA told of four times as much (sixteen where "
-    "a plan offloads) so that its own recomputation stays out. Layers as one scan where not said otherwise, activations in "
-    "float16 on the V100 and in bfloat16 elsewhere, parameters and moments in float32. Batches are "
-    "multiples of 16, of 1 and unrolled of 2 without recomputation. *Against none*: the row of "
-    "none with the larger batch. *Sentences/s* are those of a roofline, a bound that no chip "
-    "reaches and not a time that was measured. *plan at n*: the fastest plan at Paddle's multiple "
-    "of the batch of none: ten times, with offload fourteen."
+    "step with Adam compiles into the chip's memory, XLA told of four times as much (sixteen "
+    "where a plan offloads) so that its own recomputation stays out. Layers as one scan where not"
+    " said otherwise, activations in float16 on the V100 and in bfloat16 elsewhere, parameters "
+    "and moments in float32. Batches are multiples of 16, of 1 and unrolled of 2 without "
+    "recomputation. *Against none*: the row of none with the larger batch. *Sentences/s* are "
+    "those of a roofline, a bound that no chip reaches and not a time that was measured. *plan at"
+    " n*: the fastest plan at Paddle's multiple of the batch of none: ten times, with offload "
+    "fourteen."
 )
 
 
