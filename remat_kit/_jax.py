@@ -17,9 +17,19 @@ from typing import Any
 
 import jax
 import jax.extend.core as jec
+import jax.numpy as jnp
 import numpy as np
-from jax._src import ad_checkpoint, ad_util, config, core, sharding_impls, source_info_util
-from jax._src.interpreters import ad, mlir, partial_eval
+from jax._src import (
+    ad_checkpoint,
+    ad_util,
+    config,
+    core,
+    dispatch,
+    sharding_impls,
+    source_info_util,
+)
+from jax._src.interpreters import ad, batching, mlir, partial_eval
+from jax._src.lax import windowed_reductions
 
 JAX_VERSION: tuple[int, ...] = jax.__version_info__
 
@@ -74,6 +84,114 @@ def with_caller(eqn: Any, caller: Any) -> Any:
         return eqn
     traceback = caller.source_info.traceback
     return eqn.replace(source_info=eqn.source_info.replace(traceback=traceback))
+
+
+# XLA's GPU compiler has no select-and-scatter: it scatters into an array of zeros, which depends on
+# nothing and is made at the beginning of the program, as large as what was pooled. The two
+# primitives below are JAX's own but for that: on GPUs the zero waits for the cotangent.
+# Seen on 0.10.2, 0.12.
+
+
+def pooling_with_late_zeros(eqn: Any) -> Any:
+    """Return a maximum or minimum over windows as an equation whose derivative makes zeros late.
+
+    Other equations are returned as they are. Values and derivatives are the same to the bit.
+    """
+    if eqn.primitive.name not in ("reduce_window_max", "reduce_window_min"):
+        return eqn
+    dilation = (*eqn.params["base_dilation"], *eqn.params["window_dilation"])
+    (x,) = eqn.invars
+    if any(d != 1 for d in dilation) or not jnp.issubdtype(x.aval.dtype, jnp.floating):
+        return eqn
+    pooled = _pooled(eqn.primitive, tuple(sorted(eqn.params.items())))
+    (late,) = jax.make_jaxpr(pooled)(x.aval).eqns
+    return late.replace(
+        invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _pooled(primitive: Any, given: tuple[tuple[str, Any], ...]) -> Any:
+    params = dict(given)
+    largest = primitive.name == "reduce_window_max"
+    select = jax.lax.ge_p if largest else jax.lax.le_p
+
+    @jax.custom_jvp
+    def pooled(x: Any) -> Any:
+        return primitive.bind(x, **params)
+
+    @pooled.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        (x,), (dx,) = primals, tangents
+        return pooled(x), _gather_p.bind(dx, x, select_prim=select, **params)
+
+    return pooled
+
+
+def _like(primitive: Any) -> Any:
+    """Return a primitive with the name and the rules of another, but no transpose or lowering."""
+    made = core.Primitive(primitive.name)
+    made.def_impl(functools.partial(dispatch.apply_primitive, made))
+    made.def_effectful_abstract_eval(primitive.abstract_eval)
+    ad.primitive_jvps[made] = ad.primitive_jvps[primitive]
+    batching.fancy_primitive_batchers[made] = batching.fancy_primitive_batchers[primitive]
+    return made
+
+
+_gather_p = _like(windowed_reductions.select_and_gather_add_p)
+_scatter_p = _like(windowed_reductions.select_and_scatter_add_p)
+
+
+def _gather_transpose(
+    ct: Any, tangents: Any, operand: Any, *, base_dilation: Any, window_dilation: Any, **params: Any
+) -> list[Any]:
+    del base_dilation, window_dilation  # all ones
+    if type(ct) is ad_util.Zero:
+        return [ad_util.Zero(tangents.aval), None]
+    return [_scatter_p.bind(*core.auto_insert_reshard(ct, operand), **params), None]
+
+
+def _late_scatter(source: Any, operand: Any, **params: Any) -> Any:
+    """What JAX's lowering for GPUs does, but for the zero that it begins with."""
+    select, padding = params["select_prim"], params["padding"]
+    dtype = operand.dtype
+    least = np.array(-np.inf if select is jax.lax.ge_p else np.inf, dtype)
+    padded = jax.lax.pad(operand, least, [(lo, hi, 0) for lo, hi in padding])
+    source, zero = jax.lax.optimization_barrier((source, np.zeros((), dtype)))
+    out = windowed_reductions._select_and_scatter(
+        padded,
+        select.bind,
+        params["window_dimensions"],
+        params["window_strides"],
+        [(0, 0)] * len(padding),
+        source,
+        zero,
+        jax.lax.add,
+    )
+    ends = [lo + n for (lo, _), n in zip(padding, operand.shape, strict=True)]
+    return jax.lax.slice(out, [lo for lo, _ in padding], ends)
+
+
+ad.primitive_transposes[_gather_p] = _gather_transpose
+ad.primitive_transposes[_scatter_p] = ad.primitive_transposes[
+    windowed_reductions.select_and_scatter_add_p
+]
+
+
+def _lower(primitive: Any, function: Any, platform: str | None = None) -> None:
+    mlir.register_lowering(
+        primitive, mlir.lower_fun(function, multiple_results=False), platform=platform
+    )
+
+
+_lower(_gather_p, windowed_reductions._select_and_gather_add_lowering)
+for _pads, _platform in ((False, None), (True, "cpu")):
+    _lower(
+        _scatter_p,
+        functools.partial(windowed_reductions._select_and_scatter_add_impl, expand_padding=_pads),
+        _platform,
+    )
+_lower(_scatter_p, _late_scatter, "gpu")
 
 
 def has_effects(eqn: Any) -> bool:

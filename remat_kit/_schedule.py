@@ -267,7 +267,7 @@ def run(
 
     for stretch in schedule:
         lo, hi = stretch.start - start, stretch.stop - start
-        eqns = program.eqns[lo:hi]
+        eqns = [*map(_jax.pooling_with_late_zeros, program.eqns[lo:hi])]
         if stretch.plain:
             loops = dict(stretch.loops)
             for place, eqn in enumerate(eqns, stretch.start):

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,16 @@ from jax.ad_checkpoint import print_saved_residuals
 from zoo import load
 
 import remat_kit
-from remat_kit import PolicyError, UnknownNameError, UserError, _cli, _frontier, _recipe, _schedule
+from remat_kit import (
+    PolicyError,
+    UnknownNameError,
+    UserError,
+    _cli,
+    _frontier,
+    _jax,
+    _recipe,
+    _schedule,
+)
 from remat_kit._search import Search
 from remat_kit._solve import silent
 from remat_kit._target import target
@@ -474,3 +484,85 @@ def test_benchmark_of_the_planner(capsys, tmp_path):
     rows = json.loads(path.read_text())["rows"]
     assert all(planner.fits_budget(plan) for row in rows for plan in row["plans"])
     assert not planner.fits_budget({"budget_bytes": 1, "compiled_peak_bytes": 2})
+
+
+# -- maxima over windows ----------------------------------------------------------------------
+
+
+def pooled(weights, x):
+    for k, w in enumerate(weights):
+        with jax.named_scope(f"block_{k}"):
+            x = jnp.tanh(jax.lax.conv_general_dilated(x, w, (1, 1), "SAME"))
+            x = -jnp.abs(jnp.round(4 * x)) + x / 8  # ties
+            if k == 1:
+                x = jax.lax.reduce_window(
+                    x, -jnp.inf, jax.lax.max, (1, 1, 3, 3), (1, 1, 2, 2), "SAME"
+                )
+    return jnp.mean(x**2)
+
+
+POOLED = [(8, 3, 3, 3)] + [(8, 8, 3, 3)] * 3, (4, 3, 18, 18)
+
+
+def pooled_args(scale=1):
+    shapes, (n, *image) = POOLED
+    keys = jax.random.split(jax.random.key(0), len(shapes) + 1)
+    weights = [jax.random.normal(k, s) / 4 for k, s in zip(keys, shapes, strict=False)]
+    return weights, jax.random.normal(keys[-1], (scale * n, *image))
+
+
+@pytest.mark.parametrize("padding", [((0, 0), (0, 0)), ((1, 1), (0, 2))])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_zeros_that_come_late_change_no_derivative(padding, dtype):
+    x = jnp.round(3 * jax.random.normal(jax.random.key(1), (5, 9, 8))).astype(dtype)
+    window, strides, padding = (1, 3, 2), (1, 2, 1), ((0, 0), *padding)
+
+    def pool(x):
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, strides, padding)
+
+    y, back = jax.vjp(pool, x)
+    ct = jax.random.normal(jax.random.key(2), y.shape, dtype)
+    found = _jax._late_scatter(
+        ct,
+        x,
+        select_prim=jax.lax.ge_p,
+        window_dimensions=window,
+        window_strides=strides,
+        padding=padding,
+    )
+    np.testing.assert_array_equal(found, back(ct)[0])
+
+
+def test_plans_of_pooled_networks_compose():
+    weights, x = pooled_args()
+    one = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+    front = remat_kit.frontier(pooled, weights, one)
+    planned = remat_kit.policy(front.policy(front.points[0]))(pooled)
+
+    def all_of(f):
+        def twice(w):
+            return sum(jnp.vdot(g, g) for g in jax.grad(f)(w, x[:1]))
+
+        return (
+            jax.vmap(jax.value_and_grad(f), (None, 0))(weights, x[:, None]),
+            jax.jvp(lambda w: f(w, x[:1]), (weights,), (weights,)),
+            jax.grad(twice)(weights),
+        )
+
+    for found, wanted in zip(all_of(planned), all_of(pooled), strict=True):
+        chex.assert_trees_all_close(found, wanted, rtol=1e-5, atol=1e-7)
+    found, wanted = (jax.jit(jax.grad(f))(weights, x[:1]) for f in (planned, pooled))
+    chex.assert_trees_all_equal(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not target("h100").available, reason="needs the CUDA plugin")
+def test_on_gpus_zeros_to_scatter_into_come_late(monkeypatch):
+    fn, args = load("resnet").build(depth=18, batch=16, image=64, width=16, classes=10)
+    found = remat_kit.frontier(fn, *args, target="h100")
+    plan = remat_kit.policy(found.policy(found.points[0]))
+    late = remat_kit.measure(plan(fn), *args, target="h100")
+    monkeypatch.setattr(_jax, "pooling_with_late_zeros", lambda eqn: eqn)
+    early = remat_kit.measure(plan(lambda *args: fn(*args)), *args, target="h100")
+    zeros = 16 * 32 * 32 * 16 * 4
+    assert early.temp_bytes - late.temp_bytes > 0.9 * zeros
