@@ -184,13 +184,8 @@ def _lower(primitive: Any, function: Any, platform: str | None = None) -> None:
     )
 
 
-_lower(_gather_p, windowed_reductions._select_and_gather_add_lowering)
-for _pads, _platform in ((False, None), (True, "cpu")):
-    _lower(
-        _scatter_p,
-        functools.partial(windowed_reductions._select_and_scatter_add_impl, expand_padding=_pads),
-        _platform,
-    )
+_lower(_gather_p, windowed_reductions.select_and_gather_add_p.bind)
+_lower(_scatter_p, windowed_reductions.select_and_scatter_add_p.bind)
 _lower(_scatter_p, _late_scatter, "gpu")
 
 
