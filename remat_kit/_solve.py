@@ -369,7 +369,7 @@ def _pareto(found: Iterable[_T], cost: Callable[[_T], Simulated], worth: Worth) 
 
 
 def loop_plans(
-    e: Any, worth: Worth = TIME, host_bandwidth: float = 0.0, most: int = 48
+    e: Any, worth: Worth = TIME, host_bandwidth: float = 0.0, most: int = 96
 ) -> list[LoopPlan]:
     """Return ways to run a scan: its body's schedules, two depth ranges, groups.
 
