@@ -675,7 +675,8 @@ def _never_called(scene: _Scene) -> Iterator[Lint]:
     files = {_graph.source_of(op.eqn)[0] for op in scene.gradient.primal.ops if op.eqn is not None}
     for module, call in candidates.items():
         file, line = _place_of(module)
-        if file in files:
+        # A class of no file, as `exec` makes it, has nothing to do with equations of no file.
+        if file and file in files:
             name = module.__name__
             message = (
                 f"{call} decorates {name}, and no {name} has been called: either the model does "
