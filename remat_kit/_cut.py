@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 import numpy as np
 
 from remat_kit._cost import CostGraph, Equation
-from remat_kit._simulate import Simulated, closure
+from remat_kit._simulate import Simulated, closure, flowing_bytes
 
 # -- what is minimised ----------------------------------------------------------------------------
 
@@ -127,24 +127,33 @@ class Cutter:
         work = worth.equations(graph)
         self.work = np.array([work[i] for i in self.equations])
 
-    def costs(self, price: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return what each tensor takes to keep and each equation to run, in seconds."""
-        return price * self.bytes, self.work
-
     def cut(self, price: float, free: Iterable[int] = ()) -> tuple[frozenset[int], float]:
         """Return what to keep when a byte costs ``price`` seconds, and a lower bound of the total.
 
         ``free`` arrays cost nothing to keep.
         """
+        if not len(self.wanted):
+            return frozenset(), 0.0
+        reached, value = self.least(self.keeping(price, free), self.work)
+        kept = frozenset(
+            t
+            for t in self.tensors
+            if self.graph.tensors[t].bytes  # a constant is not kept: that would write it down
+            and self.tensor_node[t] in reached
+            and self.equation_node[self.graph.tensors[t].producer] not in reached
+        )
+        return kept, value
+
+    def keeping(self, price: float, free: Iterable[int]) -> np.ndarray:
+        """Return what each tensor takes to keep, in seconds."""
+        free = set(free)
+        return np.where([t in free for t in self.tensors], 0.0, price * self.bytes)
+
+    def least(self, keeping: np.ndarray, work: np.ndarray) -> tuple[set[int], float]:
+        """Return the nodes wanted or run again in the cheapest choice, and what it takes."""
         from scipy.sparse import csr_matrix
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-        if not len(self.wanted):
-            return frozenset(), 0.0
-        keeping, work = self.costs(price)
-        free = set(free)
-        if free:
-            keeping = np.where([t in free for t in self.tensors], 0.0, keeping)
         costs = np.concatenate([keeping, work])
         # The flow is integral: 2^29 stands for all the costs that a cut could ever have.
         total = min(keeping.sum() or 1.0, work.sum() or 1.0) * 1.01
@@ -162,14 +171,7 @@ class Cutter:
         reached = set(
             breadth_first_order(residual, 0, directed=True, return_predecessors=False).tolist()
         )
-        kept = frozenset(
-            t
-            for t in self.tensors
-            if self.graph.tensors[t].bytes  # a constant is not kept: that would write it down
-            and self.tensor_node[t] in reached
-            and self.equation_node[self.graph.tensors[t].producer] not in reached
-        )
-        return kept, found.flow_value / scale
+        return reached, found.flow_value / scale
 
 
 class _Relaxed(Cutter):
@@ -178,34 +180,55 @@ class _Relaxed(Cutter):
     Outside of regions an operation whose result is not written down is run again inside its
     readers, for nothing. But where an array in memory is computed again, what is fused into it is
     run as well, as far as none of the arrays between them is kept: a share of its time is charged
-    to the array, and as much is taken off the price of those in between. Every share gives a bound;
-    which one gives the best depends on the price.
+    to the array, and as much is taken off the price of those in between. Every choice of shares
+    gives a bound; good ones are found in a few rounds and handed on to the next price.
     """
 
-    def __init__(self, graph: CostGraph, wanted: Iterable[int], share: float):
+    def __init__(self, graph: CostGraph, wanted: Iterable[int]):
         super().__init__(graph, TIME, wanted)
-        self.share = share
-        self.charges: list[tuple[int, list[int], float]] = []
-        if graph.stacked:  # no fusion reaches from one loop into another
-            return
         place = {i: k for k, i in enumerate(self.equations)}
         column = {t: k for k, t in enumerate(self.tensors)}
-        for i, k in place.items():
+        self.charges: list[tuple[int, int, list[int], float]] = []
+        # No fusion reaches from one loop into another.
+        for i, k in place.items() if not graph.stacked else ():
             if _is_written(graph, i):
                 continue
             seconds, self.work[k] = self.work[k], 0.0
             path = _fused_into(graph, i, place)
             if path and seconds:
                 end, between = path
-                self.charges.append((place[end], [column[t] for t in between], seconds))
+                self.charges.append((k, place[end], [column[t] for t in between], seconds))
+        self.shares = [1.0] * len(self.charges)
 
-    def costs(self, price: float) -> tuple[np.ndarray, np.ndarray]:
-        keeping, work = price * self.bytes, self.work.copy()
-        for end, between, seconds in self.charges:
-            charge = min(self.share * seconds, keeping[between].min())
-            keeping[between] -= charge
-            work[end] += charge
-        return keeping, work
+    def bound(self, price: float, free: Iterable[int], rounds: int = 4) -> float:
+        """Return what no schedule beats when a byte costs ``price`` seconds."""
+        if not self.wanted:
+            return 0.0
+        full, best = self.keeping(price, free), 0.0
+        for _ in range(rounds if self.charges else 1):
+            keeping, work = full.copy(), self.work.copy()
+            for (_, end, between, seconds), share in zip(self.charges, self.shares, strict=True):
+                charge = min(share * seconds, keeping[between].min())
+                keeping[between] -= charge
+                work[end] += charge
+            reached, value = self.least(keeping, work)
+            best = max(best, value)
+            if not self.improve(reached):
+                break
+        return best
+
+    def improve(self, reached: set[int]) -> bool:
+        """Raise the shares of what runs again with what it is fused into, halve those of what is
+        kept with it: these have lowered a price for nothing.
+        """
+        before = list(self.shares)
+        for number, (k, end, _, _) in enumerate(self.charges):
+            first, last = (self.equation_node[self.equations[x]] in reached for x in (k, end))
+            if first and last:
+                self.shares[number] = 1.0
+            elif not first and not last:
+                self.shares[number] /= 2
+        return self.shares != before
 
 
 def _is_written(graph: CostGraph, i: int) -> bool:
@@ -214,24 +237,29 @@ def _is_written(graph: CostGraph, i: int) -> bool:
 
 def _fused_into(graph: CostGraph, i: int, among: Container[int]) -> tuple[int, list[int]] | None:
     """Return an equation that writes its result down and that another is fused into, and the
-    tensors between them.
+    tensors between them: of several the one that makes most, since small results are rather kept.
     """
     before: dict[int, int] = {}  # tensor -> the one it was reached from
+    ends: dict[int, int] = {}  # equation -> the tensor of those between that it reads
     todo = list(graph.equations[i].makes)
     for t in todo:
         for user in graph.tensors[t].users:
             if user not in among:
                 continue
             if _is_written(graph, user):
-                between = [t]
-                while between[-1] in before:
-                    between.append(before[between[-1]])
-                return user, between
+                ends.setdefault(user, t)
+                continue
             for made in graph.equations[user].makes:
                 if made not in before and made not in graph.equations[i].makes:
                     before[made] = t
                     todo.append(made)
-    return None
+    if not ends:
+        return None
+    end = max(ends, key=lambda u: sum(graph.sizes[t] for t in graph.equations[u].makes))
+    between = [ends[end]]
+    while between[-1] in before:
+        between.append(before[between[-1]])
+    return end, between
 
 
 def bounds(graph: CostGraph, prices: Sequence[float] = ()) -> Bounds:
@@ -248,15 +276,15 @@ def bounds(graph: CostGraph, prices: Sequence[float] = ()) -> Bounds:
     """
     prices = prices or price_range(graph, 16)
     lines = [(0.0, 0.0, 0)]
-    for place, busy in _busiest(graph):
+    for moment in _busiest(graph):
         # What an iteration of a scan needs is its own; what comes into it counts as free.
         cutters = [
-            (times, [_Relaxed(part, needs, share) for share in _SHARES])
-            for times, part, needs in _parts(graph, place)
+            (times, moment.present if part is graph else (), _Relaxed(part, needs))
+            for times, part, needs in _parts(graph, moment.place)
         ]
         for price in prices:
-            total = sum(times * max(c.cut(price)[1] for c in some) for times, some in cutters)
-            lines.append((price, total, busy))
+            total = sum(times * cut.bound(price, present) for times, present, cut in cutters)
+            lines.append((price, total, moment.bytes))
     working = [
         _arrays_of(graph, e.needs) + _cotangents_of(graph, e)
         for e in graph.equations
@@ -265,28 +293,66 @@ def bounds(graph: CostGraph, prices: Sequence[float] = ()) -> Bounds:
     return Bounds(tuple(lines), max(working, default=0))
 
 
-_SHARES = (0.0, 0.5, 1.0)
+@dataclasses.dataclass(frozen=True)
+class _Moment:
+    """The backward pass at one equation: what is there whatever the schedule.
 
-
-def _busiest(graph: CostGraph, most: int = 3) -> list[tuple[int, int]]:
-    """Return some equations that much of the program comes before, and the bytes that are there for
-    them alone when the backward pass is at them; first its beginning.
+    Attributes:
+        place: the equation; the derivatives of those before it are still to come.
+        bytes: cotangents, gradients and what derivatives at work read.
+        present: the tensors among them.
     """
-    first: dict[int, int] = {}
-    for e in graph.equations:
-        for t in e.needs:
-            first.setdefault(t, e.index)
-    n = len(graph.equations)
-    found = [(n, 0)]
+
+    place: int
+    bytes: int = 0
+    present: frozenset[int] = frozenset()
+
+
+def _busiest(graph: CostGraph, most: int = 3) -> list[_Moment]:
+    """Return some moments before which much of the program comes and when much is there."""
     kept = np.cumsum([sum(graph.tensors[t].bytes for t in e.makes) for e in graph.equations])
-    ranked = []
-    for e in graph.equations:
-        if e.needs and e.loop is None:
-            own = [t for t in e.needs if first[t] == e.index]
-            busy = _arrays_of(graph, own) + _cotangents_of(graph, e)
-            ranked.append((busy * float(kept[e.index]), e.index, busy))
-    found += [(i, busy) for _, i, busy in sorted(ranked, reverse=True)[: most - 1]]
-    return found
+    moments = [m for m in _moments(graph) if graph.equations[m.place].loop is None]
+    ranked = sorted(moments, key=lambda m: m.bytes * float(kept[m.place]), reverse=True)
+    return [_Moment(len(graph.equations)), *ranked[: most - 1]]
+
+
+def _moments(graph: CostGraph) -> Iterator[_Moment]:
+    flowing = flowing_bytes(graph)
+    reading: list[int] = []
+    for e in reversed(graph.equations):
+        tensors = [graph.tensors[t] for t in dict.fromkeys(e.reads)]
+        begun = sum(
+            t.bytes
+            for t in tensors
+            if t.active and t.producer >= 0 and t.in_memory and t.users[-1] == e.index
+        )
+        # Derivatives fuse until a cotangent is written, and what they read is there until then.
+        reading += e.needs if e.made_bytes and not e.made_in_memory else e.keeps
+        if e.needs or begun:
+            there, present = _least_bytes(graph, reading)
+            there += flowing[e.index + 1] + begun + graph.gradient_bytes[e.index]
+            yield _Moment(e.index, there + e.made_in_memory + e.working_bytes, present)
+        if begun:
+            reading = []
+
+
+def _least_bytes(graph: CostGraph, tensors: Iterable[int]) -> tuple[int, frozenset[int]]:
+    """Return the least bytes that some tensors take, each as it is or as what it is fused from, and
+    all of those.
+    """
+    sizes = graph.sizes
+    ways = [
+        (min(sizes[t], sum(sizes[s] for s in graph.tensors[t].sources)), t)
+        for t in dict.fromkeys(tensors)
+        if graph.tensors[t].producer >= 0
+    ]
+    total, found = 0, set[int]()
+    for size, t in sorted(ways, reverse=True):
+        way = {t, *graph.tensors[t].sources}
+        if size and found.isdisjoint(way):  # what two share is counted once
+            total += size
+            found |= way
+    return total, frozenset(found)
 
 
 def _parts(
