@@ -36,7 +36,8 @@ class Bounds:
 
         When the backward pass arrives at an operation at most that many bytes are held, some of
         them by the operation itself, so everything else that those before it need has to be
-        computed again from the rest, at least once.
+        computed again from the rest, at least once. A schedule that parts operations which the
+        compiler would fuse is taken to write down what crosses.
         """
         return max(
             (float(v - price * max(0, held_bytes - busy)) for price, v, busy in self.lines),
