@@ -421,9 +421,11 @@ class _Builder:
         traffic = _traffic(
             reads, makes, tensors, [_graph.nbytes(a) for a, _, _ in self.made], fusible
         )
+        written = _to_written(traffic, makes, tensors)
         built = []
         for i, eqn in enumerate(eqns):
-            built.append(self.equation(i, eqn, reads[i], makes[i], rules[i], traffic[i], tensors))
+            moved = traffic[i], written[i]
+            built.append(self.equation(i, eqn, reads[i], makes[i], rules[i], moved, tensors))
         return CostGraph(tuple(tensors), tuple(built), tuple(dict.fromkeys(outputs)), self.program)
 
     def sources(
@@ -458,12 +460,13 @@ class _Builder:
         reads: tuple[int, ...],
         makes: tuple[int, ...],
         rule: _Derivative | None,
-        traffic: float,
+        moved: tuple[float, float],
         tensors: Sequence[Tensor],
     ) -> Equation:
         flops = _graph.flops(eqn) if makes or not is_view(eqn) else 0.0
         loop = None
-        seconds = self.seconds(eqn, flops, traffic)
+        traffic, written = moved
+        seconds = self.seconds(eqn, flops, written)
         if eqn.primitive.name == "scan" and rule is not None:
             loop = self.loop(eqn, rule)
         if eqn.primitive.name == "scan":
@@ -680,6 +683,45 @@ def _traffic(
         amount += sum(sizes[t] for t in made if tensors[t].in_memory)
         out.append(amount)
     return out
+
+
+def _to_written(
+    traffic: Sequence[float], makes: Sequence[tuple[int, ...]], tensors: Sequence[Tensor]
+) -> list[float]:
+    """Charge what a fusion reads to the operation whose result it writes down.
+
+    That is what runs again for it: what fuses into derivatives alone is run there for nothing, in
+    a region and outside. Of several results that of most bytes is charged, since small ones are
+    rather kept.
+    """
+    out = list(traffic)
+    for i, amount in enumerate(traffic):
+        if amount and makes[i] and not any(_is_held(tensors[t]) for t in makes[i]):
+            end = _written_from(makes[i], makes, tensors)
+            if end is not None:
+                out[i] = 0.0
+                out[end] += amount
+    return out
+
+
+def _is_held(tensor: Tensor) -> bool:
+    """Tell whether an array is written down, when it is made or for what needs it later."""
+    return tensor.in_memory or tensor.index in tensor.sources
+
+
+def _written_from(
+    made: Sequence[int], makes: Sequence[tuple[int, ...]], tensors: Sequence[Tensor]
+) -> int | None:
+    """Return the operation that writes most of those that some fused results go into."""
+    todo, ends = list(made), dict[int, int]()
+    for t in todo:
+        for user in tensors[t].users:
+            held = [tensors[m] for m in makes[user] if _is_held(tensors[m])]
+            if held:
+                ends[user] = sum(x.bytes for x in held)
+            else:
+                todo += (m for m in makes[user] if m not in todo)
+    return max(ends, key=lambda user: ends[user], default=None)
 
 
 @dataclasses.dataclass(frozen=True)

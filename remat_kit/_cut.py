@@ -8,7 +8,7 @@ the price gives the convex hull of all choices, and its lower envelope is a boun
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -133,31 +133,16 @@ class Cutter:
 
         ``free`` arrays cost nothing to keep.
         """
-        if not len(self.wanted):
-            return frozenset(), 0.0
-        reached, value = self.least(self.keeping(price, free), self.work)
-        kept = frozenset(
-            t
-            for t in self.tensors
-            if self.graph.tensors[t].bytes  # a constant is not kept: that would write it down
-            and self.tensor_node[t] in reached
-            and self.equation_node[self.graph.tensors[t].producer] not in reached
-        )
-        return kept, value
-
-    def keeping(self, price: float, free: Iterable[int]) -> np.ndarray:
-        """Return what each tensor takes to keep, in seconds."""
-        free = set(free)
-        return np.where([t in free for t in self.tensors], 0.0, price * self.bytes)
-
-    def least(self, keeping: np.ndarray, work: np.ndarray) -> tuple[set[int], float]:
-        """Return the nodes wanted or run again in the cheapest choice, and what it takes."""
         from scipy.sparse import csr_matrix
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-        costs = np.concatenate([keeping, work])
+        if not len(self.wanted):
+            return frozenset(), 0.0
+        free = set(free)
+        keeping = np.where([t in free for t in self.tensors], 0.0, price * self.bytes)
+        costs = np.concatenate([keeping, self.work])
         # The flow is integral: 2^29 stands for all the costs that a cut could ever have.
-        total = min(keeping.sum() or 1.0, work.sum() or 1.0) * 1.01
+        total = min(keeping.sum() or 1.0, self.work.sum() or 1.0) * 1.01
         scale = 2**29 / total
         endless = 2**30
         capacities = np.full(len(self.rows), endless, dtype=np.int64)
@@ -172,95 +157,14 @@ class Cutter:
         reached = set(
             breadth_first_order(residual, 0, directed=True, return_predecessors=False).tolist()
         )
-        return reached, found.flow_value / scale
-
-
-class _Relaxed(Cutter):
-    """A cut that takes no more than any schedule, whatever the compiler fuses.
-
-    Outside of regions an operation whose result is not written down is run again inside its
-    readers, for nothing. But where an array in memory is computed again, what is fused into it is
-    run as well, as far as none of the arrays between them is kept: a share of its time is charged
-    to the array, and as much is taken off the price of those in between. Every choice of shares
-    gives a bound; good ones are found in a few rounds and handed on to the next price.
-    """
-
-    def __init__(self, graph: CostGraph, wanted: Iterable[int]):
-        super().__init__(graph, TIME, wanted)
-        place = {i: k for k, i in enumerate(self.equations)}
-        column = {t: k for k, t in enumerate(self.tensors)}
-        self.charges: list[tuple[int, int, list[int], float]] = []
-        # No fusion reaches from one loop into another.
-        for i, k in place.items() if not graph.stacked else ():
-            if _is_written(graph, i):
-                continue
-            seconds, self.work[k] = self.work[k], 0.0
-            path = _fused_into(graph, i, place)
-            if path and seconds:
-                end, between = path
-                self.charges.append((k, place[end], [column[t] for t in between], seconds))
-        self.shares = [1.0] * len(self.charges)
-
-    def bound(self, price: float, free: Iterable[int], rounds: int = 4) -> float:
-        """Return what no schedule beats when a byte costs ``price`` seconds."""
-        if not self.wanted:
-            return 0.0
-        full, best = self.keeping(price, free), 0.0
-        for _ in range(rounds if self.charges else 1):
-            keeping, work = full.copy(), self.work.copy()
-            for (_, end, between, seconds), share in zip(self.charges, self.shares, strict=True):
-                charge = min(share * seconds, keeping[between].min())
-                keeping[between] -= charge
-                work[end] += charge
-            reached, value = self.least(keeping, work)
-            best = max(best, value)
-            if not self.improve(reached):
-                break
-        return best
-
-    def improve(self, reached: set[int]) -> bool:
-        """Raise the shares of what runs again with what it is fused into, halve those of what is
-        kept with it: these have lowered a price for nothing.
-        """
-        before = list(self.shares)
-        for number, (k, end, _, _) in enumerate(self.charges):
-            first, last = (self.equation_node[self.equations[x]] in reached for x in (k, end))
-            if first and last:
-                self.shares[number] = 1.0
-            elif not first and not last:
-                self.shares[number] /= 2
-        return self.shares != before
-
-
-def _is_written(graph: CostGraph, i: int) -> bool:
-    return any(graph.tensors[t].in_memory for t in graph.equations[i].makes)
-
-
-def _fused_into(graph: CostGraph, i: int, among: Container[int]) -> tuple[int, list[int]] | None:
-    """Return an equation that writes its result down and that another is fused into, and the
-    tensors between them: of several the one that makes most, since small results are rather kept.
-    """
-    before: dict[int, int] = {}  # tensor -> the one it was reached from
-    ends: dict[int, int] = {}  # equation -> the tensor of those between that it reads
-    todo = list(graph.equations[i].makes)
-    for t in todo:
-        for user in graph.tensors[t].users:
-            if user not in among:
-                continue
-            if _is_written(graph, user):
-                ends.setdefault(user, t)
-                continue
-            for made in graph.equations[user].makes:
-                if made not in before and made not in graph.equations[i].makes:
-                    before[made] = t
-                    todo.append(made)
-    if not ends:
-        return None
-    end = max(ends, key=lambda u: sum(graph.sizes[t] for t in graph.equations[u].makes))
-    between = [ends[end]]
-    while between[-1] in before:
-        between.append(before[between[-1]])
-    return end, between
+        kept = frozenset(
+            t
+            for t in self.tensors
+            if self.graph.tensors[t].bytes  # a constant is not kept: that would write it down
+            and self.tensor_node[t] in reached
+            and self.equation_node[self.graph.tensors[t].producer] not in reached
+        )
+        return kept, found.flow_value / scale
 
 
 def bounds(graph: CostGraph, prices: Sequence[float] = ()) -> Bounds:
@@ -280,11 +184,11 @@ def bounds(graph: CostGraph, prices: Sequence[float] = ()) -> Bounds:
     for moment in _busiest(graph):
         # What an iteration of a scan needs is its own; what comes into it counts as free.
         cutters = [
-            (times, moment.present if part is graph else (), _Relaxed(part, needs))
+            (times, moment.present if part is graph else (), Cutter(part, TIME, needs))
             for times, part, needs in _parts(graph, moment.place)
         ]
         for price in prices:
-            total = sum(times * cut.bound(price, present) for times, present, cut in cutters)
+            total = sum(times * cut.cut(price, present)[1] for times, present, cut in cutters)
             lines.append((price, total, moment.bytes))
     working = [
         _arrays_of(graph, e.needs) + _cotangents_of(graph, e)

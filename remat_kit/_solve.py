@@ -195,6 +195,9 @@ def _proposals(
     tick("what to keep")
     prices = price_range(graph, levels)
     everywhere = list(dict.fromkeys([frozenset(), *(cutter.cut(p)[0] for p in prices)]))
+    small = len(graph.equations) < 2500
+    # What is the cheapest to keep by another measure fits budgets between those of this one's.
+    other = Cutter(graph, Worth.of_graph(graph, 0.0 if worth.flop_share >= 0.25 else 0.5))
     fine = positions(graph, everywhere)
     coarse = coarser(graph, fine, everywhere)
     if not loops:
@@ -204,12 +207,14 @@ def _proposals(
         handed = {t for t, _, _ in chain.crossing}
         keeps = dict.fromkeys(everywhere)
         for price in prices:
-            keeps.setdefault(cutter.cut(price, free=handed)[0])
+            for by in (cutter, other) if small else (cutter,):
+                keeps.setdefault(by.cut(price)[0])
+                keeps.setdefault(by.cut(price, free=handed)[0])
         kept = [chain.level(k) for k in _distinct(graph, keeps)]
         composer = Composer(chain, kept, loops, host_bandwidth)
         top = float(chain.plain.sum() + chain.flowing.max())
         # Each schedule is simulated; short chains and small graphs can have finer steps.
-        steps = slots * (4 if chain.count <= 32 else 2 if len(graph.equations) < 2500 else 1)
+        steps = slots * (4 if chain.count <= 32 else 2 if small else 1)
         for share in (1.0, 0.3):
             tick(f"schedules of {chain.count} blocks")
             composer.size = top * share * 1.02 / steps
