@@ -111,7 +111,8 @@ class Equation:
         made_in_memory: those of them that the compiler writes down; on a CPU all, elsewhere
             those of operations that do not fuse.
         flops: floating-point operations of one run.
-        seconds: roofline time of one run, inside the fusions that a compiler makes.
+        seconds: roofline time of one run, inside the fusions that a compiler makes: what a fusion
+            reads is charged to the operation whose result it writes down.
         backward_flops: floating-point operations of its derivative.
         backward_seconds: roofline time of its derivative.
         working_bytes: what the derivative of an opaque operation needs beside its residuals.

@@ -213,3 +213,20 @@ def test_max_pooling_on_a_cpu_makes_indices_early():
 def test_what_is_no_loss_is_said():
     with pytest.raises(UserError, match="scalar"):
         traced(lambda x: x, struct(8))
+
+
+def test_what_a_fusion_reads_is_charged_to_what_it_writes():
+    def loss(w, x):
+        y = x @ w
+        return jnp.sum(jnp.tanh(y * 2 + 1) @ w)
+
+    graph = _cost.trace(loss, (struct(64, 64), struct(4096, 64)), target("h100"))
+    found = {e.primitive: e.seconds for e in graph.equations}
+    assert found["mul"] == found["add"] == 0
+    size = 4096 * 64 * 4  # bytes
+    assert found["tanh"] == pytest.approx(2 * size / target("h100").bandwidth_bytes_per_second)
+    # A region that keeps all that is written runs nothing again that derivatives would not.
+    written = frozenset(t.index for t in graph.tensors if t.in_memory)
+    region = (Segment(0, len(graph.equations), save=written),)
+    assert simulate(graph, region).extra_seconds == 0
+    assert simulate(graph, [Segment(0, len(graph.equations))]).extra_seconds > found["tanh"]
