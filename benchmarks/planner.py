@@ -81,27 +81,28 @@ def rendered(report: dict[str, Any]) -> str:
     if any(row["plans"] for row in report["rows"]):
         lines += [
             "",
-            "| model | budget | temporaries MiB, without → with | cut | extra FLOPs | "
-            "predicted / compiled peak | fits |",
-            "|---|---|---:|---:|---:|---:|---|",
+            "| model | budget | temporaries MiB, without → with | cut | extra FLOPs | extra time | "
+            "over the bound | predicted / compiled peak | fits |",
+            "|---|---|---:|---:|---:|---:|---:|---:|---|",
         ]
     for row in report["rows"]:
-        lines += [_plan_line(row["model"], plan) for plan in row["plans"]]
-    about = f"Extra FLOPs in parts of the forward pass; planned for {report['chip']}, "
-    about += f"objective {report['objective']}."
+        forward = row["frontier"]["forward_seconds"]
+        lines += [_plan_line(row["model"], plan, forward) for plan in row["plans"]]
+    about = "Extra FLOPs and extra roofline time in parts of the forward pass; planned for "
+    about += f"{report['chip']}, objective {report['objective']}."
     return "\n".join([*lines, *_common.ending(report, about)])
 
 
-def _plan_line(model: str, plan: dict[str, Any]) -> str:
+def _plan_line(model: str, plan: dict[str, Any], forward: float) -> str:
     if "error" in plan:
-        return f"| {model} | {plan['budget']} | {plan['error'].splitlines()[0]} | | | | no |"
+        return f"| {model} | {plan['budget']} | {plan['error'].splitlines()[0]} | | | | | | no |"
     before, after = plan["baseline_temp_bytes"], plan["compiled_temp_bytes"]
     fits = "yes" if fits_budget(plan) else "no"
     ratio = plan["predicted_peak_bytes"] / plan["compiled_peak_bytes"]
     return (
         f"| {model} | {plan['budget']} | {before / MIB:,.0f} → {after / MIB:,.0f} | "
-        f"{100 * (1 - after / before):.0f} % | {plan['extra_flops_fraction']:.3f} | {ratio:.3f} | "
-        f"{fits} |"
+        f"{100 * (1 - after / before):.0f} % | {plan['extra_flops_fraction']:.3f} | "
+        f"{plan['extra_seconds'] / forward:.3f} | {plan['gap']:.3f} | {ratio:.3f} | {fits} |"
     )
 
 

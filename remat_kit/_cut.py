@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -88,11 +89,26 @@ TIME = Worth()
 
 
 class Cutter:
-    """The choice between keeping and computing again, as a flow problem."""
+    """The choice between keeping and computing again, as a flow problem.
 
-    def __init__(self, graph: CostGraph, worth: Worth = TIME, wanted: Iterable[int] | None = None):
+    Args:
+        graph: of the loss, or of the body of a scan.
+        worth: what work is.
+        wanted: tensors that are needed; all residuals by default.
+        instead: others, as ``(bytes, beside, tensors)``: they are not needed where so many bytes
+            are kept, and bring so many beside themselves where they are.
+    """
+
+    def __init__(
+        self,
+        graph: CostGraph,
+        worth: Worth = TIME,
+        wanted: Iterable[int] | None = None,
+        instead: Sequence[tuple[int, int, Sequence[int]]] = (),
+    ):
         self.graph = graph
-        self.wanted = list(graph.residuals if wanted is None else wanted)
+        always = list(graph.residuals if wanted is None else wanted)
+        self.wanted = list(dict.fromkeys([*always, *(t for *_, some in instead for t in some)]))
         found = closure(graph, self.wanted, frozenset(), 0, len(graph.equations))
         self.equations = list(found.again)
         tensors = {t for i in self.equations for t in graph.equations[i].makes}
@@ -104,18 +120,24 @@ class Cutter:
         self.tensor_node = {t: 2 + k for k, t in enumerate(self.tensors)}
         offset = 2 + len(self.tensors)
         self.equation_node = {i: offset + k for k, i in enumerate(self.equations)}
-        self.size = offset + len(self.equations)
+        offset += len(self.equations)
+        self.size = offset + len(instead)
         # Going through the graph once; only the prices change from one cut to the next.
         rows, columns = [], []
         for t in self.tensors:
             rows.append(self.tensor_node[t])
             columns.append(self.equation_node[graph.tensors[t].producer])
-        self.kept_edges = len(rows)
         for i in self.equations:
             rows.append(self.equation_node[i])
             columns.append(1)
-        self.work_edges = len(rows)
-        for t in self.wanted:
+        choices = range(offset, self.size)
+        rows += [*([0] * len(choices)), *choices]
+        columns += [*choices, *([1] * len(choices))]
+        for k, (*_, some) in enumerate(instead):
+            for t in some:
+                rows.append(offset + k)
+                columns.append(self.tensor_node[t])
+        for t in always:
             rows.append(0)
             columns.append(self.tensor_node[t])
         for i in self.equations:
@@ -127,6 +149,7 @@ class Cutter:
         self.bytes = np.array([graph.tensors[t].bytes for t in self.tensors], dtype=float)
         work = worth.equations(graph)
         self.work = np.array([work[i] for i in self.equations])
+        self.instead = np.array([x[0] for x in instead] + [x[1] for x in instead], dtype=float)
 
     def cut(self, price: float, free: Iterable[int] = ()) -> tuple[frozenset[int], float]:
         """Return what to keep when a byte costs ``price`` seconds, and a lower bound of the total.
@@ -140,7 +163,7 @@ class Cutter:
             return frozenset(), 0.0
         free = set(free)
         keeping = np.where([t in free for t in self.tensors], 0.0, price * self.bytes)
-        costs = np.concatenate([keeping, self.work])
+        costs = np.concatenate([keeping, self.work, price * self.instead])
         # The flow is integral: 2^29 stands for all the costs that a cut could ever have.
         total = min(keeping.sum() or 1.0, self.work.sum() or 1.0) * 1.01
         scale = 2**29 / total
@@ -184,7 +207,7 @@ def bounds(graph: CostGraph, prices: Sequence[float] = ()) -> Bounds:
     for moment in _busiest(graph):
         # What an iteration of a scan needs is its own; what comes into it counts as free.
         cutters = [
-            (times, moment.present if part is graph else (), Cutter(part, TIME, needs))
+            (times, moment.present if part is graph else (), Cutter(part, TIME, *needs))
             for times, part, needs in _parts(graph, moment.place)
         ]
         for price in prices:
@@ -260,18 +283,33 @@ def _least_bytes(graph: CostGraph, tensors: Iterable[int]) -> tuple[int, frozens
     return total, frozenset(found)
 
 
-def _parts(
-    graph: CostGraph, place: int, times: int = 1
-) -> Iterator[tuple[int, CostGraph, list[int]]]:
+_Needs: TypeAlias = "tuple[list[int], list[tuple[int, int, list[int]]]]"
+
+
+def _parts(graph: CostGraph, place: int, times: int = 1) -> Iterator[tuple[int, CostGraph, _Needs]]:
     """Yield what comes before an equation, and the bodies of its scans: how often it runs, the
-    graph, and what its derivative needs.
+    graph, and what its derivatives need.
     """
-    needs = dict.fromkeys(t for e in graph.equations[:place] for t in e.needs)
-    yield times, graph, [t for t in needs if graph.tensors[t].producer >= 0]
+    yield times, graph, _needs(graph, place)
     for e in graph.equations[:place]:
         if e.loop is not None:
             inner = e.loop.graph
             yield from _parts(inner, len(inner.equations), times * e.loop.length)
+
+
+def _needs(graph: CostGraph, place: int) -> _Needs:
+    """Return what the derivatives of the equations before one read, and what they do not where they
+    keep what they make of it instead, as outside of every region.
+    """
+    always: dict[int, None] = {}
+    instead: list[tuple[int, int, list[int]]] = []
+    for e in graph.equations[:place]:
+        own = int(graph.made_outside[e.index])
+        rest = [t for t in e.needs if t not in e.keeps and graph.tensors[t].producer >= 0]
+        always.update(dict.fromkeys(e.keeps if own else e.needs))
+        if own and rest and e.loop is None:
+            instead.append((own, e.early_bytes, rest))
+    return [t for t in always if graph.tensors[t].producer >= 0], instead
 
 
 def _arrays_of(graph: CostGraph, tensors: Iterable[int]) -> int:

@@ -108,6 +108,8 @@ class Plan(Planned):
             "baseline_temp_bytes": self.baseline.temp_bytes if self.baseline else None,
             "extra_flops_fraction": self.point.extra_flops_fraction if self.point else None,
             "extra_seconds": self.point.extra_seconds if self.point else None,
+            "bound_extra_seconds": self.point.bound_extra_seconds if self.point else None,
+            "gap": self.point.gap if self.point else None,
             "step_seconds": self.step_seconds,
             "peak_phase": self.peak_phase,
             "minimum_bytes": self.minimum_bytes,

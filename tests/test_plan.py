@@ -23,6 +23,7 @@ from remat_kit import (
     UnknownNameError,
     UserError,
     _cli,
+    _cut,
     _frontier,
     _jax,
     _recipe,
@@ -97,6 +98,27 @@ def test_frontier_says_what_every_point_takes(front):
     assert extra == sorted(extra, reverse=True)
     assert extra[-1] == 0
     assert "extra FLOPs" in str(front)
+
+
+@pytest.mark.parametrize(
+    ("model", "chip", "least"),
+    [
+        *(("gpt12", "cpu", 0.3), ("gpt12", "h100", 0.3), ("gpt72scan", "cpu", 0.3)),
+        *(("gpt72scan", "h100", 0.4), ("resnet50", "h100", 0.3), ("resnet50", "cpu", 0.5)),
+    ],
+)
+def test_plans_of_real_models_are_near_the_bound(model, chip, least):
+    fn, args = planner.CASES[model].loss("none")
+    front = remat_kit.frontier(fn, *args, target=chip, objective="time")
+    activations = front.plain.predicted_peak_bytes - front.argument_bytes
+    bounds = _cut.bounds(front.graph)
+    assert all(
+        bounds.seconds(p.cost.peak_bytes) <= p.extra_seconds * (1 + 1e-6) for p in front.points
+    )
+    for budget in np.arange(least, 1, 0.1):
+        room = front.argument_bytes + budget * activations
+        fitting = [p for p in front.points if p.predicted_peak_bytes <= room]
+        assert min(fitting, key=lambda p: p.extra_seconds).gap <= 0.05, budget
 
 
 def test_objectives_spend_least_of_what_they_say():
@@ -207,7 +229,7 @@ def test_plan_in_words_and_as_json():
     plain = json.loads(json.dumps(plan.to_json()))
     assert set(plain) >= {
         *("budget_bytes", "predicted_peak_bytes", "compiled_peak_bytes", "baseline_peak_bytes"),
-        *("extra_flops_fraction", "step_seconds", "minimum_bytes"),
+        *("extra_flops_fraction", "step_seconds", "minimum_bytes", "bound_extra_seconds", "gap"),
     }
     assert plain["compiled_peak_bytes"] < plain["baseline_peak_bytes"]
     assert plain["budget_bytes"] is None
