@@ -123,33 +123,34 @@ class Cutter:
         offset += len(self.equations)
         self.size = offset + len(instead)
         # Going through the graph once; only the prices change from one cut to the next.
-        rows, columns = [], []
-        for t in self.tensors:
-            rows.append(self.tensor_node[t])
-            columns.append(self.equation_node[graph.tensors[t].producer])
-        for i in self.equations:
-            rows.append(self.equation_node[i])
-            columns.append(1)
-        choices = range(offset, self.size)
-        rows += [*([0] * len(choices)), *choices]
-        columns += [*choices, *([1] * len(choices))]
-        for k, (*_, some) in enumerate(instead):
-            for t in some:
-                rows.append(offset + k)
-                columns.append(self.tensor_node[t])
-        for t in always:
-            rows.append(0)
-            columns.append(self.tensor_node[t])
-        for i in self.equations:
-            for t in graph.equations[i].reads:
-                if t in self.tensor_node:
-                    rows.append(self.equation_node[i])
-                    columns.append(self.tensor_node[t])
-        self.rows, self.columns = np.array(rows), np.array(columns)
+        edges = [*self.priced(offset), *self.endless(offset, always, instead)]
+        self.rows, self.columns = np.array(edges, dtype=int).reshape(-1, 2).T
         self.bytes = np.array([graph.tensors[t].bytes for t in self.tensors], dtype=float)
         work = worth.equations(graph)
         self.work = np.array([work[i] for i in self.equations])
-        self.instead = np.array([x[0] for x in instead] + [x[1] for x in instead], dtype=float)
+        self.instead = np.array([size for size, _, _ in instead], dtype=float)
+        self.beside = np.array([size for _, size, _ in instead], dtype=float)
+
+    def priced(self, offset: int) -> Iterator[tuple[int, int]]:
+        """Yield the edges that cost something to cut: what is kept, run again, kept instead and
+        brought beside.
+        """
+        for t, node in self.tensor_node.items():
+            yield node, self.equation_node[self.graph.tensors[t].producer]
+        yield from ((node, 1) for node in self.equation_node.values())
+        yield from ((0, node) for node in range(offset, self.size))
+        yield from ((node, 1) for node in range(offset, self.size))
+
+    def endless(
+        self, offset: int, always: Iterable[int], instead: Sequence[tuple[int, int, Sequence[int]]]
+    ) -> Iterator[tuple[int, int]]:
+        """Yield the edges that cannot be cut: what is wanted, and by what."""
+        yield from ((0, self.tensor_node[t]) for t in always)
+        for node, (_, _, some) in enumerate(instead, offset):
+            yield from ((node, self.tensor_node[t]) for t in some)
+        for i, node in self.equation_node.items():
+            reads = (t for t in self.graph.equations[i].reads if t in self.tensor_node)
+            yield from ((node, self.tensor_node[t]) for t in reads)
 
     def cut(self, price: float, free: Iterable[int] = ()) -> tuple[frozenset[int], float]:
         """Return what to keep when a byte costs ``price`` seconds, and a lower bound of the total.
@@ -163,9 +164,10 @@ class Cutter:
             return frozenset(), 0.0
         free = set(free)
         keeping = np.where([t in free for t in self.tensors], 0.0, price * self.bytes)
-        costs = np.concatenate([keeping, self.work, price * self.instead])
+        costs = np.concatenate([keeping, self.work, price * self.instead, price * self.beside])
         # The flow is integral: 2^29 stands for all the costs that a cut could ever have.
-        total = min(keeping.sum() or 1.0, self.work.sum() or 1.0) * 1.01
+        total = min(keeping.sum() or 1.0, self.work.sum() or 1.0) + price * self.beside.sum()
+        total *= 1.01
         scale = 2**29 / total
         endless = 2**30
         capacities = np.full(len(self.rows), endless, dtype=np.int64)
