@@ -88,7 +88,7 @@ def with_caller(eqn: Any, caller: Any) -> Any:
 
 # XLA's GPU compiler has no select-and-scatter: it scatters into an array of zeros, which depends on
 # nothing and is made at the beginning of the program, as large as what was pooled. The two
-# primitives below are JAX's own but for that: on GPUs the zero waits for the cotangent.
+# primitives below are JAX's own but for that: on GPUs the zero is made of the cotangent.
 # Seen on 0.10.2, 0.12.
 
 
@@ -129,11 +129,22 @@ def _pooled(primitive: Any, given: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def _like(primitive: Any) -> Any:
-    """Return a primitive with the name and the rules of another, but no transpose or lowering."""
+    """Return a primitive with the name and the rules of another, but no transpose or lowering.
+
+    Both are linear in their first argument, and no derivative flows to what was pooled.
+    """
     made = core.Primitive(primitive.name)
     made.def_impl(functools.partial(dispatch.apply_primitive, made))
     made.def_effectful_abstract_eval(primitive.abstract_eval)
-    ad.primitive_jvps[made] = ad.primitive_jvps[primitive]
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        (_, operand), (tangent, _) = primals, tangents
+        out = made.bind(*primals, **params)
+        if type(tangent) is ad_util.Zero:
+            return out, ad_util.p2tz(out)
+        return out, made.bind(tangent, operand, **params)  # regions in regions come here
+
+    ad.primitive_jvps[made] = jvp
     batching.fancy_primitive_batchers[made] = batching.fancy_primitive_batchers[primitive]
     return made
 
@@ -157,7 +168,6 @@ def _late_scatter(source: Any, operand: Any, **params: Any) -> Any:
     dtype = operand.dtype
     least = np.array(-np.inf if select is jax.lax.ge_p else np.inf, dtype)
     padded = jax.lax.pad(operand, least, [(lo, hi, 0) for lo, hi in padding])
-    source, zero = jax.lax.optimization_barrier((source, np.zeros((), dtype)))
     out = windowed_reductions._select_and_scatter(
         padded,
         select.bind,
@@ -165,11 +175,28 @@ def _late_scatter(source: Any, operand: Any, **params: Any) -> Any:
         params["window_strides"],
         [(0, 0)] * len(padding),
         source,
-        zero,
+        _zero_after(source),
         jax.lax.add,
     )
     ends = [lo + n for (lo, _), n in zip(padding, operand.shape, strict=True)]
     return jax.lax.slice(out, [lo for lo, _ in padding], ends)
+
+
+def _zero_after(x: Any) -> Any:
+    """A zero that is there when an array is: all bits of a value of it, shifted out.
+
+    A constant behind a barrier does not do: XLA removes the barriers, then shares the array of
+    zeros with the ones of every `relu` of that shape.
+    """
+    if not x.size:
+        return np.zeros((), x.dtype)
+    first = jax.lax.squeeze(jax.lax.slice(x, [0] * x.ndim, [1] * x.ndim), range(x.ndim))
+    bits = jnp.finfo(x.dtype).bits
+    integer = np.dtype(f"uint{bits}")
+    gone = jax.lax.shift_right_logical(
+        jax.lax.bitcast_convert_type(first, integer), np.array(bits, integer)
+    )
+    return jax.lax.bitcast_convert_type(gone, x.dtype)
 
 
 ad.primitive_transposes[_gather_p] = _gather_transpose

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import math
 import sys
@@ -30,6 +31,7 @@ from remat_kit import (
     _schedule,
 )
 from remat_kit._search import Search
+from remat_kit._simulate import Segment
 from remat_kit._solve import silent
 from remat_kit._target import target
 
@@ -575,6 +577,20 @@ def test_plans_of_pooled_networks_compose():
         chex.assert_trees_all_close(found, wanted, rtol=1e-5, atol=1e-7)
     found, wanted = (jax.jit(jax.grad(f))(weights, x[:1]) for f in (planned, pooled))
     chex.assert_trees_all_equal(found, wanted)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_every_pooling_of_a_plan_makes_its_zeros_late(nested):
+    weights, x = pooled_args()
+    graph = remat_kit.frontier(pooled, weights, x).graph
+    n = len(graph.equations)
+    parts = tuple(Segment(lo, hi) for lo, hi in itertools.pairwise((0, n // 3, 2 * n // 3, n)))
+    schedule = (Segment(0, n, inside=parts),) if nested else parts
+    planned = remat_kit.policy(_frontier.policy_of(graph, schedule))(pooled)
+    step = jax.jit(jax.grad(planned)).trace(weights, x)
+    text = step.lower(lowering_platforms=("cuda",)).as_text()
+    scatters = text.count("stablehlo.select_and_scatter")
+    assert 0 < scatters == text.count("stablehlo.shift_right_logical")
 
 
 @pytest.mark.slow
