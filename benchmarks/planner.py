@@ -66,8 +66,9 @@ def _described(plan: Any) -> dict[str, Any]:
 def rendered(report: dict[str, Any]) -> str:
     """Return a report as Markdown."""
     lines = [
-        "| model | operations | planning s | points | predicted MiB | extra FLOPs at the least |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| model | operations | planning s | points | predicted MiB | extra FLOPs at the least | "
+        f"over the bound at {' / '.join(map(str, SHARES))} |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in report["rows"]:
         front = row["frontier"]
@@ -76,7 +77,8 @@ def rendered(report: dict[str, Any]) -> str:
         peaks += f"{last['predicted_peak_bytes'] / MIB:,.0f}"
         lines.append(
             f"| {row['model']} | {front['equations']} | {front['planning_seconds']:.1f} | "
-            f"{len(front['points'])} | {peaks} | {first['extra_flops_fraction']:.3f} |"
+            f"{len(front['points'])} | {peaks} | {first['extra_flops_fraction']:.3f} | "
+            f"{' / '.join(gap_at(front, share) for share in SHARES)} |"
         )
     if any(row["plans"] for row in report["rows"]):
         lines += [
@@ -91,6 +93,17 @@ def rendered(report: dict[str, Any]) -> str:
     about = "Extra FLOPs and extra roofline time in parts of the forward pass; planned for "
     about += f"{report['chip']}, objective {report['objective']}."
     return "\n".join([*lines, *_common.ending(report, about)])
+
+
+SHARES = (0.3, 0.4, 0.5)
+
+
+def gap_at(front: dict[str, Any], share: float) -> str:
+    """Return how far the fastest plan for a share of the activations is from the bound."""
+    fixed, plain = front["argument_bytes"], front["points"][-1]["predicted_peak_bytes"]
+    room = fixed + share * (plain - fixed)
+    fitting = [p for p in front["points"] if p["predicted_peak_bytes"] <= room]
+    return f"{min(fitting, key=lambda p: p['extra_seconds'])['gap']:.3f}" if fitting else "none"
 
 
 def _plan_line(model: str, plan: dict[str, Any], forward: float) -> str:

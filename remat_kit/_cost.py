@@ -80,12 +80,15 @@ class Loop:
         length: iterations.
         carry: what one iteration hands to the next and is differentiated, kept for each iteration:
             the tensor of the body that comes in, and its bytes.
+        handed: the tensor of the body that each of them is made of for the next iteration, or -1
+            for a constant.
         stacked_bytes: residuals that the scan keeps when nothing is planned, all iterations.
     """
 
     graph: CostGraph
     length: int
     carry: tuple[tuple[int, int], ...]
+    handed: tuple[int, ...]
     stacked_bytes: int
 
     @property
@@ -139,6 +142,11 @@ class Equation:
     early_bytes: int = 0
     loop: Loop | None = None
 
+    @property
+    def held(self) -> tuple[int, ...]:
+        """What its derivative reads where no region is: fused, what it makes takes no bytes."""
+        return self.needs if self.made_bytes and not self.made_in_memory else self.keeps
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CostGraph:
@@ -147,7 +155,7 @@ class CostGraph:
     Attributes:
         tensors: all arrays, arguments first.
         equations: all operations, in the order of the program.
-        outputs: the tensors that the function returns.
+        outputs: the tensor that is each result of the function, or -1 for a constant.
         program: the flat program that it was made of, equation by equation.
         stacked: whether this is the body of a scan: what an iteration keeps outside of regions is
             then written down as it is, for no fusion reaches from one loop into another.
@@ -355,7 +363,7 @@ class _Builder:
             rules.append(rule)
             if rule is not None:
                 active.update(t for t, a in zip(makes[i], rule.active, strict=True) if a)
-        outs = [None if isinstance(v, jec.Literal) else self.index[v] for v in program.outvars]
+        outs = [-1 if isinstance(v, jec.Literal) else self.index[v] for v in program.outvars]
         reached = {t for t, w in zip(outs, wanted, strict=True) if w and t in active}
         for i in range(len(program.eqns) - 1, -1, -1):
             rule = rules[i]
@@ -368,7 +376,7 @@ class _Builder:
             for var in eqn.invars:
                 if not isinstance(var, jec.Literal) and self.index[var] in active:
                     reached.add(self.index[var])
-        return self.assemble(reads, makes, rules, reached, [t for t in outs if t is not None])
+        return self.assemble(reads, makes, rules, reached, outs)
 
     def assemble(
         self,
@@ -427,7 +435,7 @@ class _Builder:
         for i, eqn in enumerate(eqns):
             moved = traffic[i], written[i]
             built.append(self.equation(i, eqn, reads[i], makes[i], rules[i], moved, tensors))
-        return CostGraph(tuple(tensors), tuple(built), tuple(dict.fromkeys(outputs)), self.program)
+        return CostGraph(tuple(tensors), tuple(built), tuple(outputs), self.program)
 
     def sources(
         self,
@@ -541,12 +549,14 @@ class _Builder:
                 break
             active = grown
         first = len(graph.program.consts) + consts
-        carried = tuple(
-            (first + i, _graph.nbytes(v.aval))
-            for i, (v, a) in enumerate(zip(eqn.outvars[:carry], rule.active[:carry], strict=True))
-            if a
+        carried = [i for i in range(carry) if rule.active[i]]
+        return Loop(
+            graph,
+            int(eqn.params["length"]),
+            tuple((first + i, _graph.nbytes(eqn.outvars[i].aval)) for i in carried),
+            tuple(graph.outputs[i] for i in carried),
+            rule.made_bytes,
         )
-        return Loop(graph, int(eqn.params["length"]), carried, rule.made_bytes)
 
 
 # A fused value with several readers is made again of its sources if these are no more than so many

@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from remat_kit._cost import CostGraph, Equation
-from remat_kit._simulate import Simulated, closure, flowing_bytes
+from remat_kit._cost import CostGraph, Equation, Loop
+from remat_kit._simulate import Cotangents, Simulated, closure, flowing_bytes
 
 # -- what is minimised ----------------------------------------------------------------------------
 
@@ -207,13 +207,9 @@ def bounds(graph: CostGraph, prices: Sequence[float] = ()) -> Bounds:
     prices = prices or price_range(graph, 16)
     lines = [(0.0, 0.0, 0)]
     for moment in _busiest(graph):
-        # What an iteration of a scan needs is its own; what comes into it counts as free.
-        cutters = [
-            (times, moment.present if part is graph else (), Cutter(part, TIME, *needs))
-            for times, part, needs in _parts(graph, moment.place)
-        ]
+        parts = list(_parts(graph, moment))
         for price in prices:
-            total = sum(times * cut.cut(price, present)[1] for times, present, cut in cutters)
+            total = sum(part.least(price) for part in parts)
             lines.append((price, total, moment.bytes))
     working = [
         _arrays_of(graph, e.needs) + _cotangents_of(graph, e)
@@ -247,17 +243,12 @@ def _busiest(graph: CostGraph, most: int = 3) -> list[_Moment]:
 
 
 def _moments(graph: CostGraph) -> Iterator[_Moment]:
-    flowing = flowing_bytes(graph)
+    flowing, cotangents = flowing_bytes(graph), Cotangents(graph, 0, len(graph.equations))
     reading: list[int] = []
     for e in reversed(graph.equations):
-        tensors = [graph.tensors[t] for t in dict.fromkeys(e.reads)]
-        begun = sum(
-            t.bytes
-            for t in tensors
-            if t.active and t.producer >= 0 and t.in_memory and t.users[-1] == e.index
-        )
+        begun = cotangents.begin(e)
         # Derivatives fuse until a cotangent is written, and what they read is there until then.
-        reading += e.needs if e.made_bytes and not e.made_in_memory else e.keeps
+        reading += e.held
         if e.needs or begun:
             there, present = _least_bytes(graph, reading)
             there += flowing[e.index + 1] + begun + graph.gradient_bytes[e.index]
@@ -285,18 +276,83 @@ def _least_bytes(graph: CostGraph, tensors: Iterable[int]) -> tuple[int, frozens
     return total, frozenset(found)
 
 
-_Needs: TypeAlias = "tuple[list[int], list[tuple[int, int, list[int]]]]"
+class _Part:
+    """What comes before a moment, or one iteration of a scan there, over all its iterations.
 
-
-def _parts(graph: CostGraph, place: int, times: int = 1) -> Iterator[tuple[int, CostGraph, _Needs]]:
-    """Yield what comes before an equation, and the bodies of its scans: how often it runs, the
-    graph, and what its derivatives need.
+    Args:
+        graph: of the program, or of the body.
+        place: the equations before it are the part.
+        present: tensors that are there anyway.
+        times: how often it runs.
     """
-    yield times, graph, _needs(graph, place)
-    for e in graph.equations[:place]:
+
+    def __init__(
+        self, graph: CostGraph, place: int, present: frozenset[int] = frozenset(), times: int = 1
+    ):
+        # What comes out of a scan is made where its iterations are: here it costs nothing.
+        equations = tuple(
+            e if e.loop is None else dataclasses.replace(e, reads=(), seconds=0.0)
+            for e in graph.equations
+        )
+        graph = dataclasses.replace(graph, equations=equations)
+        self.cutter = Cutter(graph, TIME, *_needs(graph, place))
+        self.present = present
+        self.times = times
+
+    def least(self, price: float) -> float:
+        """Return a bound of the seconds and, at so much a byte, the bytes."""
+        return self.times * self.cutter.cut(price, self.present)[1]
+
+
+class _Iteration(_Part):
+    """One iteration of a scan: what comes in is what the one before hands on.
+
+    The iterations are taken as a ring, in which the last hands on to the first: a cut of least cost
+    is then the same in all of them. What it keeps more than the scan is one carry. Or what comes in
+    counts as free.
+    """
+
+    def __init__(self, loop: Loop, times: int):
+        graph = loop.graph
+        super().__init__(graph, len(graph.equations), times=times * loop.length)
+        made = {
+            t: out
+            for (t, _), out in zip(loop.carry, loop.handed, strict=True)
+            if out >= 0 and graph.tensors[out].producer >= 0
+        }
+
+        def ring(tensors: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(dict.fromkeys(made.get(t, t) for t in tensors))
+
+        equations = tuple(
+            dataclasses.replace(e, reads=ring(e.reads), needs=ring(e.needs), keeps=ring(e.keeps))
+            for e in graph.equations
+        )
+        self.ring = _Part(
+            dataclasses.replace(graph, equations=equations), len(equations), times=self.times
+        )
+        self.more = times * sum(graph.tensors[t].bytes for t in dict.fromkeys(made.values()))
+
+    def least(self, price: float) -> float:
+        return max(super().least(price), self.ring.least(price) - price * self.more)
+
+
+def _parts(graph: CostGraph, moment: _Moment) -> Iterator[_Part]:
+    """Yield what comes before a moment, and the iterations of its scans."""
+    yield _Part(graph, moment.place, moment.present)
+    for times, loop in _loops(graph.equations[: moment.place]):
+        yield _Iteration(loop, times)
+
+
+def _loops(equations: Sequence[Equation], times: int = 1) -> Iterator[tuple[int, Loop]]:
+    """Yield the scans among some equations and within their bodies, each with how often it runs."""
+    for e in equations:
         if e.loop is not None:
-            inner = e.loop.graph
-            yield from _parts(inner, len(inner.equations), times * e.loop.length)
+            yield times, e.loop
+            yield from _loops(e.loop.graph.equations, times * e.loop.length)
+
+
+_Needs: TypeAlias = "tuple[list[int], list[tuple[int, int, list[int]]]]"
 
 
 def _needs(graph: CostGraph, place: int) -> _Needs:
@@ -324,18 +380,10 @@ def _cotangents_of(graph: CostGraph, e: Equation) -> int:
     return _arrays_of(graph, (t for t in flowing if graph.tensors[t].producer >= 0))
 
 
-def _unrolled(graph: CostGraph, times: int = 1) -> Iterator[tuple[int, CostGraph]]:
-    """Yield a graph and the bodies of its scans, each with how often it runs."""
-    yield times, graph
-    for e in graph.equations:
-        if e.loop is not None:
-            yield from _unrolled(e.loop.graph, times * e.loop.length)
-
-
 def price_range(graph: CostGraph, count: int) -> list[float]:
     """Prices of a byte from one that keeps everything to one that keeps nothing."""
-    total = sum(
-        times * part.tensors[t].bytes for times, part in _unrolled(graph) for t in part.residuals
-    )
+    parts = [(1, graph)]
+    parts += [(times * loop.length, loop.graph) for times, loop in _loops(graph.equations)]
+    total = sum(times * part.tensors[t].bytes for times, part in parts for t in part.residuals)
     middle = graph.forward_seconds / max(total, 1)
     return [middle * 10 ** (-2 + 4 * k / (count - 1)) for k in range(count)]

@@ -391,7 +391,7 @@ class Simulation:
             released.setdefault(first_need[t], []).append(t)
         if not segment.plain:
             live += sum(e.made_in_memory for e in equations if e.loop is None)
-        cotangents = _Cotangents(graph, segment.start, segment.stop)
+        cotangents = Cotangents(graph, segment.start, segment.stop)
         gradients = graph.gradient_bytes
         recompute = max(recompute, live + gradients[segment.stop])
         waiting = 0
@@ -486,8 +486,7 @@ def plain_keeps(graph: CostGraph, lo: int, hi: int) -> frozenset[int]:
     tensors = graph.tensors
     found: set[int] = set()
     for e in graph.equations[lo:hi]:
-        read = e.needs if e.made_bytes and not e.made_in_memory else e.keeps
-        found.update(s for t in read for s in tensors[t].sources)
+        found.update(s for t in e.held for s in tensors[t].sources)
     return frozenset(found)
 
 
@@ -527,7 +526,7 @@ def closure(
     )
 
 
-class _Cotangents:
+class Cotangents:
     """The bytes of cotangents alive while a backward pass goes through a range."""
 
     def __init__(self, graph: CostGraph, lo: int, hi: int):

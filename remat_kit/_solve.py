@@ -41,7 +41,7 @@ def candidates(
     graph: CostGraph,
     *,
     tick: Callable[[str], None] = lambda what: None,
-    levels: int = 10,
+    levels: int = 20,
     slots: int = 240,
     host_bandwidth: float = 0.0,
     worth: Worth = TIME,
@@ -68,7 +68,7 @@ def proposed(
     graph: CostGraph,
     *,
     tick: Callable[[str], None] = lambda what: None,
-    levels: int = 10,
+    levels: int = 20,
     slots: int = 240,
     host_bandwidth: float = 0.0,
     worth: Worth = TIME,
@@ -198,6 +198,7 @@ def _proposals(
     small = len(graph.equations) < 2500
     # What is the cheapest to keep by another measure fits budgets between those of this one's.
     other = Cutter(graph, Worth.of_graph(graph, 0.0 if worth.flop_share >= 0.25 else 0.5))
+    others = [other.cut(price)[0] for price in prices] if small else []
     fine = positions(graph, everywhere)
     coarse = coarser(graph, fine, everywhere)
     if not loops:
@@ -206,10 +207,11 @@ def _proposals(
         chain = Chain(graph, cuts, worth)
         handed = {t for t, _, _ in chain.crossing}
         keeps = dict.fromkeys(everywhere)
-        for price in prices:
-            for by in (cutter, other) if small else (cutter,):
-                keeps.setdefault(by.cut(price)[0])
-                keeps.setdefault(by.cut(price, free=handed)[0])
+        for number, price in enumerate(prices):
+            keeps.setdefault(cutter.cut(price, free=handed)[0])
+            if small:
+                keeps.setdefault(others[number])
+                keeps.setdefault(other.cut(price, free=handed)[0])
         kept = [chain.level(k) for k in _distinct(graph, keeps)]
         composer = Composer(chain, kept, loops, host_bandwidth)
         top = float(chain.plain.sum() + chain.flowing.max())
