@@ -8,8 +8,10 @@ the price gives the convex hull of all choices, and its lower envelope is a boun
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -88,6 +90,20 @@ TIME = Worth()
 # -- minimum cuts ---------------------------------------------------------------------------------
 
 
+class Cut(NamedTuple):
+    """What to keep at a price of a byte.
+
+    Attributes:
+        keep: the tensors.
+        value: a lower bound of the seconds and of the price of the bytes, together.
+        bytes: that are paid for.
+    """
+
+    keep: frozenset[int]
+    value: float
+    bytes: float
+
+
 class Cutter:
     """The choice between keeping and computing again, as a flow problem.
 
@@ -152,22 +168,21 @@ class Cutter:
             reads = (t for t in self.graph.equations[i].reads if t in self.tensor_node)
             yield from ((node, self.tensor_node[t]) for t in reads)
 
-    def cut(self, price: float, free: Iterable[int] = ()) -> tuple[frozenset[int], float]:
-        """Return what to keep when a byte costs ``price`` seconds, and a lower bound of the total.
-
-        ``free`` arrays cost nothing to keep.
-        """
+    def cut(self, price: float, free: Iterable[int] = ()) -> Cut:
+        """Return what to keep when a byte costs ``price`` seconds; ``free`` arrays cost nothing."""
         from scipy.sparse import csr_matrix
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
         if not len(self.wanted):
-            return frozenset(), 0.0
+            return Cut(frozenset(), 0.0, 0.0)
         free = set(free)
-        keeping = np.where([t in free for t in self.tensors], 0.0, price * self.bytes)
-        costs = np.concatenate([keeping, self.work, price * self.instead, price * self.beside])
+        keeping = np.where([t in free for t in self.tensors], 0.0, self.bytes)
+        sizes = np.concatenate([keeping, 0 * self.work, self.instead, self.beside])
+        costs = price * sizes
+        costs[len(keeping) : len(keeping) + len(self.work)] = self.work
         # The flow is integral: 2^29 stands for all the costs that a cut could ever have.
-        total = min(keeping.sum() or 1.0, self.work.sum() or 1.0) + price * self.beside.sum()
-        total *= 1.01
+        total = min(price * keeping.sum() or 1.0, self.work.sum() or 1.0)
+        total = 1.01 * (total + price * self.beside.sum())
         scale = 2**29 / total
         endless = 2**30
         capacities = np.full(len(self.rows), endless, dtype=np.int64)
@@ -179,20 +194,18 @@ class Cutter:
         residual = matrix - found.flow
         residual.data[residual.data < 0] = 0
         residual.eliminate_zeros()
-        reached = set(
-            breadth_first_order(residual, 0, directed=True, return_predecessors=False).tolist()
-        )
+        reached = np.zeros(self.size, dtype=bool)
+        reached[breadth_first_order(residual, 0, directed=True, return_predecessors=False)] = True
+        through = reached[self.rows[: len(costs)]] & ~reached[self.columns[: len(costs)]]
         kept = frozenset(
             t
-            for t in self.tensors
-            if self.graph.tensors[t].bytes  # a constant is not kept: that would write it down
-            and self.tensor_node[t] in reached
-            and self.equation_node[self.graph.tensors[t].producer] not in reached
+            for t, is_kept in zip(self.tensors, through, strict=False)
+            if is_kept and self.graph.tensors[t].bytes  # a constant would have to be written down
         )
-        return kept, found.flow_value / scale
+        return Cut(kept, found.flow_value / scale, float(sizes[through].sum()))
 
 
-def bounds(graph: CostGraph, prices: Sequence[float] = ()) -> Bounds:
+def bounds(graph: CostGraph) -> Bounds:
     """Return what no schedule of a graph can beat.
 
     >>> import jax, jax.numpy as jnp
@@ -204,19 +217,58 @@ def bounds(graph: CostGraph, prices: Sequence[float] = ()) -> Bounds:
     >>> found.seconds(0) > 0, found.seconds(1e9)
     (True, 0.0)
     """
-    prices = prices or price_range(graph, 16)
     lines = [(0.0, 0.0, 0)]
     for moment in _busiest(graph):
         parts = list(_parts(graph, moment))
-        for price in prices:
-            total = sum(part.least(price) for part in parts)
-            lines.append((price, total, moment.bytes))
+
+        def least(price: float, parts: Sequence[_Part] = parts) -> tuple[float, float]:
+            values, sizes = zip(*(part.least(price) for part in parts), strict=True)
+            return sum(values), sum(sizes)
+
+        found = _tangents(least, price_range(graph, 5), 1e-3 * graph.forward_seconds)
+        lines += [(price, value, moment.bytes) for price, value in found.items()]
     working = [
         _arrays_of(graph, e.needs) + _cotangents_of(graph, e)
         for e in graph.equations
         if e.needs and e.loop is None
     ]
     return Bounds(tuple(lines), max(working, default=0))
+
+
+def _tangents(
+    least: Callable[[float], tuple[float, float]],
+    prices: Sequence[float],
+    enough: float,
+    most: int = 48,
+) -> dict[float, float]:
+    """Return, by price, the values that a bound is made of: it changes by no more than ``enough``
+    seconds with any others.
+
+    ``least`` gives the least cost at a price and the bytes that are kept for it. Over the price the
+    cost is a concave curve, and the bytes are its slope: where two tangents meet it is looked at
+    next, first where that could raise the bound most.
+    """
+    known = {price: least(price) for price in prices}
+
+    def between(low: float, high: float) -> tuple[float, float, float, float]:
+        """How much the bound could rise with a price in between, and which that is."""
+        (v0, k0), (v1, k1) = known[low], known[high]
+        if k0 - k1 < 1:
+            return 0.0, low, low, high
+        price = (v1 - k1 * high - v0 + k0 * low) / (k0 - k1)
+        room = (v1 - v0) / (high - low)  # the bytes for which both bounds are the same
+        return -(k0 - room) * (price - low), price, low, high
+
+    todo = [between(low, high) for low, high in itertools.pairwise(sorted(known))]
+    heapq.heapify(todo)
+    while todo and len(known) < most:
+        rise, price, low, high = heapq.heappop(todo)
+        if -rise <= enough or not low < price < high:
+            continue
+        known[price] = least(price)
+        for pair in ((low, price), (price, high)):
+            heapq.heappush(todo, between(*pair))
+    return {price: value for price, (value, _) in known.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,9 +351,10 @@ class _Part:
         self.present = present
         self.times = times
 
-    def least(self, price: float) -> float:
-        """Return a bound of the seconds and, at so much a byte, the bytes."""
-        return self.times * self.cutter.cut(price, self.present)[1]
+    def least(self, price: float) -> tuple[float, float]:
+        """Return the least seconds and, at so much a byte, bytes; and how many bytes those are."""
+        found = self.cutter.cut(price, self.present)
+        return self.times * found.value, self.times * found.bytes
 
 
 class _Iteration(_Part):
@@ -333,8 +386,9 @@ class _Iteration(_Part):
         )
         self.more = times * sum(graph.tensors[t].bytes for t in dict.fromkeys(made.values()))
 
-    def least(self, price: float) -> float:
-        return max(super().least(price), self.ring.least(price) - price * self.more)
+    def least(self, price: float) -> tuple[float, float]:
+        value, size = self.ring.least(price)
+        return max(super().least(price), (value - price * self.more, size - self.more))
 
 
 def _parts(graph: CostGraph, moment: _Moment) -> Iterator[_Part]:

@@ -194,11 +194,11 @@ def _proposals(
     cutter = Cutter(graph, worth)
     tick("what to keep")
     prices = price_range(graph, levels)
-    everywhere = list(dict.fromkeys([frozenset(), *(cutter.cut(p)[0] for p in prices)]))
+    everywhere = list(dict.fromkeys([frozenset(), *(cutter.cut(p).keep for p in prices)]))
     small = len(graph.equations) < 2500
     # What is the cheapest to keep by another measure fits budgets between those of this one's.
     other = Cutter(graph, Worth.of_graph(graph, 0.0 if worth.flop_share >= 0.25 else 0.5))
-    others = [other.cut(price)[0] for price in prices] if small else []
+    others = [other.cut(price).keep for price in prices] if small else []
     fine = positions(graph, everywhere)
     coarse = coarser(graph, fine, everywhere)
     if not loops:
@@ -208,10 +208,10 @@ def _proposals(
         handed = {t for t, _, _ in chain.crossing}
         keeps = dict.fromkeys(everywhere)
         for number, price in enumerate(prices):
-            keeps.setdefault(cutter.cut(price, free=handed)[0])
+            keeps.setdefault(cutter.cut(price, free=handed).keep)
             if small:
                 keeps.setdefault(others[number])
-                keeps.setdefault(other.cut(price, free=handed)[0])
+                keeps.setdefault(other.cut(price, free=handed).keep)
         kept = [chain.level(k) for k in _distinct(graph, keeps)]
         composer = Composer(chain, kept, loops, host_bandwidth)
         top = float(chain.plain.sum() + chain.flowing.max())
@@ -469,7 +469,7 @@ def _regions(graph: CostGraph, worth: Worth) -> Iterator[tuple[Segment, ...]]:
     """Yield one region over everything for each price of a byte, and one for each part of it."""
     cutter = Cutter(graph, worth)
     n = len(graph.equations)
-    keeps = dict.fromkeys(cutter.cut(price)[0] for price in price_range(graph, 40))
+    keeps = dict.fromkeys(cutter.cut(price).keep for price in price_range(graph, 40))
     keeps[_products(graph)] = None
     cuts = coarser(graph, positions(graph, list(keeps)), list(keeps), most=8)
     for keep in keeps:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from remat_kit import _chain, _cost, _cut, _simulate, _solve
-from remat_kit._simulate import Segment, simulate
+from remat_kit._simulate import LoopPlan, Segment, simulate
 from remat_kit._target import target
 
 CHIP = target("cpu")
@@ -82,7 +82,8 @@ def test_minimum_cut_equals_brute_force(number):
     made = [t.index for t in graph.tensors if t.producer >= 0 and t.bytes]
     subsets = [frozenset(s) for n in range(len(made) + 1) for s in itertools.combinations(made, n)]
     for price in _cut.price_range(graph, 7):
-        keep, bound = cutter.cut(price)
+        keep, bound, kept = cutter.cut(price)
+        assert kept == size(graph, keep)
         found = price * size(graph, keep) + work(graph, keep)
         least = min(price * size(graph, s) + work(graph, s) for s in subsets)
         assert found == pytest.approx(least, rel=1e-5)
@@ -187,6 +188,47 @@ def test_no_schedule_beats_the_bound(loss, chip):
     for bound, cost in zip(found, costs, strict=True):
         assert bound <= cost.extra_seconds * (1 + 1e-6) + 1e-15
     assert sum(bound > 0 for bound in found) > 20
+
+
+def rounds(length):
+    """A scan that hands on two arrays, one of them as it is, and stacks a third; then a product."""
+
+    def loss(w, x):
+        def body(carry, scale):
+            x, kept, _ = carry
+            y = jnp.tanh(x @ w)
+            return (x + jnp.sin(y @ w), kept, y), jnp.cos(y * scale) * kept
+
+        start = x, jnp.tanh(x), x
+        (x, _, y), made = jax.lax.scan(body, start, jnp.arange(float(length)))
+        return jnp.sum(jnp.sin(x @ w) * y) + jnp.sum(jnp.sin(made))
+
+    return loss
+
+
+@pytest.mark.parametrize("chip", ["cpu", "h100"])
+@pytest.mark.parametrize("length", [1, 2, 3, 8, 24])
+def test_no_schedule_of_a_scan_beats_the_bound(length, chip):
+    graph = _cost.trace(rounds(length), (struct(64, 64), struct(512, 64)), target(chip))
+    bounds = _cut.bounds(graph)
+    n = len(graph.equations)
+    (scan,) = [e for e in graph.equations if e.loop is not None]
+    bodies = [(Segment(0, len(scan.loop.graph.equations)),), *some_schedules(scan.loop.graph, 100)]
+    plans = [LoopPlan(((length, 1, body),)) for body in bodies]
+    plans += [LoopPlan(((length, group, bodies[0]),)) for group in range(2, length)]
+    plans += _solve.loop_plans(scan)
+    around = [(), (Segment(0, scan.index),), (Segment(0, scan.index, plain=True),)]
+    binding = 0
+    for before, plan in itertools.product(around, plans):
+        middle = Segment(
+            len(before) and scan.index, scan.index + 1, plain=True, loops=((scan.index, plan),)
+        )
+        for after in ((Segment(scan.index + 1, n),), (Segment(scan.index + 1, n, plain=True),)):
+            cost = simulate(graph, (*before, middle, *after))
+            bound = bounds.seconds(cost.peak_bytes)
+            assert bound <= cost.extra_seconds * (1 + 1e-6) + 1e-15
+            binding += bound > 0
+    assert length < 8 or binding > 20
 
 
 def test_the_bound_counts_the_logits_and_their_cotangent():
