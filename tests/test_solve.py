@@ -213,6 +213,7 @@ def test_no_schedule_of_a_scan_beats_the_bound(length, chip):
     bounds = _cut.bounds(graph)
     n = len(graph.equations)
     (scan,) = [e for e in graph.equations if e.loop is not None]
+    assert scan.loop is not None
     bodies = [(Segment(0, len(scan.loop.graph.equations)),), *some_schedules(scan.loop.graph, 100)]
     plans = [LoopPlan(((length, 1, body),)) for body in bodies]
     plans += [LoopPlan(((length, group, bodies[0]),)) for group in range(2, length)]
