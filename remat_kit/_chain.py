@@ -23,7 +23,6 @@ from remat_kit._simulate import (
     LoopPlan,
     Segment,
     closure,
-    flowing_bytes,
     loop_cost,
     plain_keeps,
 )
@@ -190,19 +189,14 @@ class Chain:
 
     def cotangents(self, lo: int, hi: int) -> int:
         """The most bytes of cotangents alive while the backward pass goes through a block."""
-        across = flowing_bytes(self.graph)
-        peak = 0
-        for i in range(lo, hi):
-            made = sum(
-                self.graph.tensors[t].bytes
-                for t in self.graph.equations[i].reads
-                if self.graph.tensors[t].active
-                and self.graph.tensors[t].in_memory
-                and self.graph.tensors[t].users[-1] == i
-            )
-            made += self.graph.equations[i].working_bytes + self.graph.gradient_bytes[i]
-            peak = max(peak, across[i + 1] + made)
-        return peak
+        graph = self.graph
+        return max(
+            graph.flowing_bytes[i + 1]
+            + graph.begun_bytes[i]
+            + graph.equations[i].working_bytes
+            + graph.gradient_bytes[i]
+            for i in range(lo, hi)
+        )
 
     def level(self, keep: frozenset[int]) -> Level:
         graph = self.graph

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -210,6 +211,32 @@ class CostGraph:
         for i in range(len(self.equations) - 1, -1, -1):
             out[i] += out[i + 1]
         return tuple(out)
+
+    @functools.cached_property
+    def begun_bytes(self) -> list[int]:
+        """Bytes of the cotangents that begin when the backward pass is at each equation: of what it
+        is the last to read.
+        """
+        out = [0] * len(self.equations)
+        for tensor in self.tensors:
+            if tensor.active and tensor.in_memory and tensor.users:
+                out[tensor.users[-1]] += tensor.bytes
+        return out
+
+    @functools.cached_property
+    def ended_bytes(self) -> list[int]:
+        """Bytes of the cotangents that end when it is through with each: of what it makes."""
+        out = [0] * len(self.equations)
+        for tensor in self.tensors:
+            if tensor.active and tensor.in_memory and tensor.users:
+                out[tensor.producer] += tensor.bytes
+        return out
+
+    @functools.cached_property
+    def flowing_bytes(self) -> tuple[int, ...]:
+        """Bytes of the cotangents alive when the backward pass arrives at each position."""
+        steps = zip([0, *self.ended_bytes], [0, *self.begun_bytes], strict=True)
+        return tuple(itertools.accumulate(ended - begun for ended, begun in steps))
 
     @functools.cached_property
     def live_bytes(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from remat_kit._cost import CostGraph, Equation, Loop
-from remat_kit._simulate import Cotangents, Simulated, closure, flowing_bytes
+from remat_kit._simulate import Simulated, closure
 
 # -- what is minimised ----------------------------------------------------------------------------
 
@@ -295,15 +295,14 @@ def _busiest(graph: CostGraph, most: int = 3) -> list[_Moment]:
 
 
 def _moments(graph: CostGraph) -> Iterator[_Moment]:
-    flowing, cotangents = flowing_bytes(graph), Cotangents(graph, 0, len(graph.equations))
     reading: list[int] = []
     for e in reversed(graph.equations):
-        begun = cotangents.begin(e)
+        begun = graph.begun_bytes[e.index]
         # Derivatives fuse until a cotangent is written, and what they read is there until then.
         reading += e.held
         if e.needs or begun:
             there, present = _least_bytes(graph, reading)
-            there += flowing[e.index + 1] + begun + graph.gradient_bytes[e.index]
+            there += graph.flowing_bytes[e.index + 1] + begun + graph.gradient_bytes[e.index]
             yield _Moment(e.index, there + e.made_in_memory + e.working_bytes, present)
         if begun:
             reading = []

@@ -12,7 +12,6 @@ the forward and the backward pass of a schedule of nested `Segment`s through a `
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -230,7 +229,8 @@ class Simulation:
         """What is made for a region's derivative long before it."""
         if segment.plain:
             return 0
-        return sum(e.early_bytes for e in self.graph.equations[segment.start : segment.stop])
+        graph, inside = self.graph, range(segment.start, segment.stop)
+        return sum(graph.equations[i].early_bytes for i in graph.pooling if i in inside)
 
     def demand(self, segment: Segment) -> _Demand:
         found = self.graph.memory.get(segment)
@@ -391,25 +391,25 @@ class Simulation:
             released.setdefault(first_need[t], []).append(t)
         if not segment.plain:
             live += sum(e.made_in_memory for e in equations if e.loop is None)
-        cotangents = Cotangents(graph, segment.start, segment.stop)
-        gradients = graph.gradient_bytes
+        begun, ended, gradients = graph.begun_bytes, graph.ended_bytes, graph.gradient_bytes
         recompute = max(recompute, live + gradients[segment.stop])
         waiting = 0
         for e in reversed(equations):
-            begun = cotangents.begin(e)
-            live += begun
+            i = e.index
+            live += begun[i]
             extra = e.working_bytes
             if e.loop is not None:
-                extra = self.loop(e, plans.get(e.index), segment)
-            backward = max(backward, live + extra + gradients[e.index])
-            live -= cotangents.end(e)
+                extra = self.loop(e, plans.get(i), segment)
+            backward = max(backward, live + extra + gradients[i])
+            live -= ended[i]
             # What a derivative reads is there until the cotangent that it helps to make is written.
-            waiting += self.bytes(released.get(e.index, ()))
-            if begun:
+            if i in released:
+                waiting += self.bytes(released[i])
+            if begun[i]:
                 live -= waiting
                 waiting = 0
-            if segment.plain and e.index not in plans:
-                live -= float(graph.made_outside[e.index])
+            if segment.plain and i not in plans:
+                live -= float(graph.made_outside[i])
             elif not segment.plain and e.loop is None:
                 live -= e.made_in_memory
         flops, seconds = self.flops - before[0], self.seconds - before[1]
@@ -417,7 +417,7 @@ class Simulation:
         return _Walk(recompute, backward, flops, seconds)
 
     def cotangents_across(self, position: int) -> int:
-        return flowing_bytes(self.graph)[position]
+        return self.graph.flowing_bytes[position]
 
     def loop(self, e: Equation, plan: LoopPlan | None, segment: Segment) -> int:
         """A scan in the backward pass: what one iteration takes, and what it computes again."""
@@ -524,45 +524,3 @@ def closure(
         sum(equations[i].seconds for i in again),
         tuple(t for i in again for t in equations[i].makes if tensors[t].bytes),
     )
-
-
-class Cotangents:
-    """The bytes of cotangents alive while a backward pass goes through a range."""
-
-    def __init__(self, graph: CostGraph, lo: int, hi: int):
-        self.graph = graph
-        self.first: dict[int, list[int]] = {}
-        for e in graph.equations[lo:hi]:
-            for t in dict.fromkeys(e.reads):
-                tensor = graph.tensors[t]
-                if tensor.active and tensor.producer >= 0 and tensor.in_memory:
-                    last = tensor.users[-1]
-                    if last == e.index:  # the last reader is the first to contribute
-                        self.first.setdefault(e.index, []).append(t)
-
-    def begin(self, e: Equation) -> int:
-        return sum(self.graph.tensors[t].bytes for t in self.first.get(e.index, ()))
-
-    def end(self, e: Equation) -> int:
-        """Release the cotangents of what the equation makes."""
-        out = 0
-        for t in e.makes:
-            tensor = self.graph.tensors[t]
-            if tensor.active and tensor.in_memory and tensor.users:
-                out += tensor.bytes
-        return out
-
-
-@functools.lru_cache(maxsize=8)
-def flowing_bytes(graph: CostGraph) -> tuple[int, ...]:
-    """Bytes of the cotangents alive when the backward pass arrives at each position."""
-    steps = [0] * (len(graph.equations) + 2)
-    for tensor in graph.tensors:
-        if tensor.producer >= 0 and tensor.active and tensor.in_memory and tensor.users:
-            steps[tensor.producer + 1] += tensor.bytes
-            steps[tensor.users[-1] + 1] -= tensor.bytes
-    out, live = [], 0
-    for step in steps:
-        live += step
-        out.append(live)
-    return tuple(out)
