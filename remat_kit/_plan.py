@@ -194,13 +194,22 @@ def plans(
     found = search_frontier(fn, args, chip, argnums, objective, None, offload, tick, "plans")
     search = Search(fn, args, argnums, chip, found, compiles, tick)
 
-    def one(budget: str | int | float) -> Plan | UserError:
+    def tried(budget: str | int | float) -> dict[int, int]:
         try:
-            return _answered(search, search.run(parsed_budget(budget)))
+            answer = search.run(parsed_budget(budget))
+        except UserError:
+            return {}
+        return {answer.place: answer.predicted}
+
+    def answered(budget: str | int | float, tried: dict[int, int]) -> Plan | UserError:
+        try:
+            return _answered(search, search.answer(parsed_budget(budget), tried))
         except UserError as error:
             return error
 
-    return tuple(one(budget) for budget in budgets)
+    # What is compiled for a later budget may be better for an earlier one too.
+    every = [tried(budget) for budget in budgets]
+    return tuple(map(answered, budgets, every))
 
 
 def plan(

@@ -5,7 +5,7 @@ again. What was compiled for one budget is there for the next.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from remat_kit import _anatomy, _hlo, _step
@@ -110,6 +110,16 @@ class Search:
         except KeyboardInterrupt:
             if not self.fitting(limit):
                 raise
+        return self.answer(budget, tried)
+
+    def answer(self, budget: str | int | float, tried: Mapping[int, int]) -> Answer:
+        """Return the best for a budget of what was compiled so far, for others too; ``tried`` says
+        what was predicted of some before.
+
+        Raises:
+            UserError: none of it fits.
+        """
+        limit = self.limit(budget)
         best = self.best(budget, limit)
         return Answer(best, limit, tried.get(best, self.predicted(best)))
 
