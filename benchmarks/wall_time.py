@@ -3,7 +3,8 @@
 For each model and budget the gradient is compiled with and without the plan, and the two run by
 turns, so that whatever else the machine does meets both. The ratio of a pair says how much longer
 a planned step takes; the median of them is shown beside the prediction, which is the roofline's
-extra time as a part of the step's, and beside the same in FLOPs.
+extra time as a part of the step's, and beside the same in FLOPs. New memory costs time too, which
+the roofline leaves out: the kernel's part of the processors' time is shown apart.
 
     python benchmarks/wall_time.py --json benchmarks/results/wall_time.json
     python benchmarks/wall_time.py --model mlp --budget 0.3 --pairs 20
@@ -13,7 +14,9 @@ Exit status: 0 when done, 2 for a wrong call.
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import resource
 import statistics
 import sys
 import time
@@ -61,28 +64,42 @@ def rows(cases: Sequence[Case], budgets: Sequence[str], pairs: int) -> Iterator[
             yield described(case.name, budget, plan, times)
 
 
-def once(step: Callable[..., Any], values: Sequence[Any]) -> float:
-    """Run a step and return its seconds."""
-    begun = time.perf_counter()
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """What one step took: on the clock, and of all processors in the program and in the kernel."""
+
+    wall: float
+    program: float
+    kernel: float
+
+
+def once(step: Callable[..., Any], values: Sequence[Any]) -> Seconds:
+    """Run a step and time it."""
+    before, begun = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     jax.block_until_ready(step(*values))
-    return time.perf_counter() - begun
+    wall, after = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_SELF)
+    return Seconds(wall, after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime)
 
 
 def described(
-    name: str, budget: str, plan: remat_kit.Plan, times: Sequence[tuple[float, float]]
+    name: str, budget: str, plan: remat_kit.Plan, times: Sequence[tuple[Seconds, Seconds]]
 ) -> Row:
     """Put a plan's prediction beside the times of the pairs."""
     point = plan.point
     assert point is not None
     before = plan.step_seconds - point.extra_seconds
-    ratios = [planned / plain for plain, planned in times]
+    ratios = [planned.wall / plain.wall for plain, planned in times]
+    medians = {
+        f"{which}_{of}seconds": statistics.median(getattr(pair[number], field) for pair in times)
+        for number, which in enumerate(("plain", "planned"))
+        for of, field in (("", "wall"), ("program_", "program"), ("kernel_", "kernel"))
+    }
     return {
         "model": name,
         "budget": budget,
         "compiled_temp_bytes": plan.compiled.temp_bytes if plan.compiled else None,
         "baseline_temp_bytes": plan.baseline.temp_bytes if plan.baseline else None,
-        "plain_seconds": statistics.median(plain for plain, _ in times),
-        "planned_seconds": statistics.median(planned for _, planned in times),
+        **medians,
         "ratio": statistics.median(ratios),
         "ratios": ratios,
         "predicted_time_ratio": 1 + point.extra_seconds / before,
@@ -95,20 +112,21 @@ def rendered(report: dict[str, Any]) -> str:
     """Return a report as Markdown."""
     lines = [
         "| model | budget | temporaries MiB, without → with | step s, without → with | longer by | "
-        "predicted, time | predicted, FLOPs |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "predicted, time | predicted, FLOPs | processor s in the program | in the kernel |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in report["rows"]:
         if "error" in row:
-            lines.append(f"| {row['model']} | {row['budget']} | {row['error']} | | | | |")
+            lines.append(f"| {row['model']} | {row['budget']} | {row['error']} | | | | | | |")
             continue
         before, after = row["baseline_temp_bytes"] / MIB, row["compiled_temp_bytes"] / MIB
         spread = sorted(row["ratios"])
         lines.append(
             f"| {row['model']} | {row['budget']} | {before:,.0f} → {after:,.0f} | "
-            f"{row['plain_seconds']:.3g} → {row['planned_seconds']:.3g} | "
+            f"{_both(row, 'seconds')} | "
             f"{_percent(row['ratio'])} ({_percent(spread[0])} to {_percent(spread[-1])}) | "
-            f"{_percent(row['predicted_time_ratio'])} | {_percent(row['predicted_flops_ratio'])} |"
+            f"{_percent(row['predicted_time_ratio'])} | {_percent(row['predicted_flops_ratio'])} | "
+            f"{_both(row, 'program_seconds')} | {_both(row, 'kernel_seconds')} |"
         )
     about = (
         f"Medians of {report['pairs']} pairs, run by turns on {jax.local_device_count()} CPU "
@@ -117,6 +135,10 @@ def rendered(report: dict[str, Any]) -> str:
         "passes."
     )
     return "\n".join([*lines, *_common.ending(report, about)])
+
+
+def _both(row: Row, name: str) -> str:
+    return f"{row[f'plain_{name}']:.3g} → {row[f'planned_{name}']:.3g}"
 
 
 def _percent(ratio: float) -> str:
