@@ -533,6 +533,24 @@ def test_benchmark_of_the_planner(capsys, tmp_path):
     assert not planner.fits_budget({"budget_bytes": 1, "compiled_peak_bytes": 2})
 
 
+RESULTS = sorted(planner._common.ROOT.glob("benchmarks/results/planner_*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_the_results_of_plans(path):
+    report = json.loads(path.read_text())
+    assert planner.rendered(report) + "\n" == path.with_suffix(".md").read_text()
+    for row in report["rows"]:
+        plans = [plan for plan in row["plans"] if "error" not in plan]
+        assert all(planner.fits_budget(plan) for plan in plans)
+        peaks = [plan["compiled_peak_bytes"] for plan in plans]
+        assert peaks == sorted(peaks)
+        for plan in plans:
+            ratio = plan["predicted_peak_bytes"] / plan["compiled_peak_bytes"]
+            # The least plan is the first that is compiled, and so the least well known.
+            assert (0.7 if plan["budget"] == "min" else 0.95) < ratio < 1.15
+
+
 # -- maxima over windows ----------------------------------------------------------------------
 
 
