@@ -80,6 +80,7 @@ _GPT = ("GPT, 12 layers, 8 × 1024 tokens", "GPT, 12 layers, 8 × 1024 tokens")
 ROWS = (
     Row("ResNet-50, 64 images", "h100", "planner_resnet50_h100", *_RESNET),
     Row("ResNet-50, 64 images", "cpu", "planner_resnet50_cpu", *_RESNET),
+    Row("GPT, 12 layers, 8 × 1024 tokens", "h100", "planner_gpt12_h100", *_GPT),
     Row("GPT, 12 layers, 8 × 1024 tokens", "cpu", "planner_gpt12_cpu", *_GPT),
 )
 
