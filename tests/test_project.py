@@ -242,8 +242,8 @@ def bench(request):
 
 @pytest.mark.parametrize("bench", ["import_time"], indirect=True)
 def test_import_takes_little(bench):
-    # Once is enough: the other tests that run beside only add to it.
-    assert any(min(bench.added_seconds(2)) < bench.LIMIT_SECONDS for _ in range(8))
+    # The least of some: the other tests that run beside only add to it.
+    assert min(bench.added_seconds(5)) < bench.LIMIT_SECONDS
 
 
 @pytest.mark.parametrize("bench", ["import_time"], indirect=True)
