@@ -445,7 +445,7 @@ def _ends(graph: CostGraph, text: str) -> list[int]:
 
 
 def policy_of(graph: CostGraph, schedule: Iterable[Segment]) -> Planned:
-    lines = tuple(str(_stretch(graph, s)) for s in schedule)
+    lines = _schedule.lines([_stretch(graph, s) for s in schedule])
     return algebra.planned(_described(graph), *lines)
 
 

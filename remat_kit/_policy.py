@@ -1393,7 +1393,8 @@ def planned(program: str, *lines: str, strict: bool = True) -> Planned:
 
     Args:
       program: what the plan was made for, in short; another program is refused.
-      lines: stretches of the program, in order, with what is kept of each.
+      lines: stretches of the program, in order, with what is kept of each; blocks that are treated
+        alike share a line.
       strict: whether other shapes are refused too.
     """
     return Planned(program=program, lines=lines, strict=strict)

@@ -336,7 +336,7 @@ class _Cutter:
         program = _graph.without_region_boundaries(program)
         _schedule.check(plan.program, program, strict=plan.strict, call=self.app.call)
         cse = not self.loop if self.app.prevent_cse is None else self.app.prevent_cse
-        stretches = [_schedule.parse(line) for line in plan.lines]
+        stretches = [stretch for line in plan.lines for stretch in _schedule.parse(line)]
         return _schedule.run(program, stretches, args, prevent_cse=cse)
 
     def nothing_at(self, program: Program) -> Exception:

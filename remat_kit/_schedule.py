@@ -10,6 +10,7 @@ program that it was made for: `describe` gives the short form of a program that 
     90:140 drop (90:120; 120:140)     the same, but the outer region keeps nothing
     140:141 plain loop 140 24*1 (0:9 save 3.0) 48*4 (0:9)     a scan: 24 rounds, then groups of 4
     0:9 save 3.0 offload in.2 5.0     argument 2 of the program and 5.0 wait in the host's memory
+    12 times (5:40 save 9.0; 40:57)   the same for 12 blocks, of which 5:57 is the first
 """
 
 from __future__ import annotations
@@ -72,6 +73,22 @@ class Stretch:
             words += ["loop", str(equation), *map(str, parts)]
         return " ".join(words)
 
+    def shifted(self, by: int) -> Stretch:
+        """Return the same so many equations later."""
+
+        def places(given: tuple[Place, ...]) -> tuple[Place, ...]:
+            return tuple((e if e == _GIVEN else e + by, p) for e, p in given)
+
+        return dataclasses.replace(
+            self,
+            start=self.start + by,
+            stop=self.stop + by,
+            save=places(self.save),
+            offload=places(self.offload),
+            inside=tuple(part.shifted(by) for part in self.inside),
+            loops=tuple((equation + by, parts) for equation, parts in self.loops),
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class LoopPart:
@@ -88,17 +105,43 @@ class LoopPart:
 # -- the text -----------------------------------------------------------------------------------
 
 
-def parse(text: str) -> Stretch:
-    """Read one stretch from its text.
+def lines(schedule: Sequence[Stretch]) -> tuple[str, ...]:
+    """Write a schedule down; neighbours that are treated alike, as the blocks of a model often are,
+    share one line.
 
-    >>> str(parse("40:90 hold (40:60; 60:90 save 70.0)"))
-    '40:90 hold (40:60; 60:90 save 70.0)'
+    >>> lines([Stretch(0, 2), Stretch(2, 4, plain=True), Stretch(4, 6), Stretch(6, 8, plain=True)])
+    ('2 times (0:2; 2:4 plain)',)
+    """
+    alike = [s.shifted(-s.start) for s in schedule]
+
+    def times(at: int, size: int) -> int:
+        rest = range(at + size, len(alike) - size + 1, size)
+        differs = (k for k in rest if alike[k : k + size] != alike[at : at + size])
+        return (next(differs, at + size + len(rest) * size) - at) // size
+
+    found, at = [], 0
+    while at < len(schedule):
+        sizes = range(1, max(2, 1 + (len(schedule) - at) // 2))
+        size = max(sizes, key=lambda size: (size * (times(at, size) - 1), -size))
+        count, text = times(at, size), "; ".join(map(str, schedule[at : at + size]))
+        found.append(f"{count} times ({text})" if count > 1 else text)
+        at += count * size
+    return tuple(found)
+
+
+def parse(text: str) -> tuple[Stretch, ...]:
+    """Read a line: a stretch, or some that are repeated.
+
+    >>> [str(s) for s in parse("40:90 hold (40:60; 60:90 save 70.0)")]
+    ['40:90 hold (40:60; 60:90 save 70.0)']
+    >>> [str(s) for s in parse("2 times (0:2 save 1.0; 2:3 plain)")]
+    ['0:2 save 1.0', '2:3 plain', '3:5 save 4.0', '5:6 plain']
 
     Raises:
-        PolicyError: the text is not that of a stretch.
+        PolicyError: the text is not that of a line.
     """
     reader = _Reader(text)
-    found = reader.stretch()
+    found = reader.line()
     reader.end()
     return found
 
@@ -135,6 +178,15 @@ class _Reader:
             first, second = self.take(_PLACE).split(".")
             found.append((_GIVEN if first == "in" else int(first), int(second)))
         return tuple(found)
+
+    def line(self) -> tuple[Stretch, ...]:
+        if ":" in self.peek():
+            return (self.stretch(),)
+        times = int(self.take(r"[1-9]\d{0,4}"))
+        self.take("times")
+        block = self.stretches()
+        step = block[-1].stop - block[0].start
+        return tuple(s.shifted(k * step) for k in range(times) for s in block)
 
     def stretch(self) -> Stretch:
         start, stop = self.pair(":")

@@ -285,9 +285,25 @@ def test_a_plan_is_a_recipe(tmp_path):
     assert remat_kit.measure(remat_kit.policy(loose)(mlp), *other).temp_bytes
     with pytest.raises(UserError, match="at="):
         jax.eval_shape(remat_kit.policy(plan, at="block_*")(mlp), *ARGS)
-    broken = remat_kit.planned(plan.program, "0:3 hide 1.0")
-    with pytest.raises(PolicyError, match="out of place"):
-        jax.eval_shape(remat_kit.policy(broken)(mlp), *ARGS)
+    for line in ("0:3 hide 1.0", "0 times (0:3)", "2 items (0:3)", "2 times 0:3"):
+        broken = remat_kit.planned(plan.program, line)
+        with pytest.raises(PolicyError, match="out of place"):
+            jax.eval_shape(remat_kit.policy(broken)(mlp), *ARGS)
+
+
+def test_blocks_that_are_treated_alike_share_a_line():
+    front = remat_kit.frontier(mlp, *ARGS)
+    blocks = remat_kit.estimate(mlp, *ARGS, checkpoints=["block_*"])
+    first, *_ = _frontier.policy_of(front.graph, blocks.schedule).lines
+    assert first == f"{LAYERS} times (0:5)"
+    for point in (blocks, *front.points):
+        policy = _frontier.policy_of(front.graph, point.schedule)
+        found = [s for line in policy.lines for s in _schedule.parse(line)]
+        assert [(s.start, s.stop) for s in found] == [(s.start, s.stop) for s in point.schedule]
+        assert _schedule.lines(found) == policy.lines
+        for stretch, segment in zip(found, point.schedule, strict=True):
+            kept = {front.graph.equations[e].makes[p] for e, p in stretch.save}
+            assert kept == segment.save or segment.inside
 
 
 def test_plans_go_through_scans():
@@ -358,7 +374,7 @@ def test_what_comes_into_a_region_is_not_made_again_of_all_its_terms():
     point = remat_kit.estimate(stack, *args, checkpoints=["block_2", "block_5", "block_8"])
     graph = remat_kit.frontier(stack, *args).graph
     planned = _frontier.policy_of(graph, point.schedule)
-    assert len(planned.lines) == 4
+    assert len([s for line in planned.lines for s in _schedule.parse(line)]) == 4
     assert remat_kit.measure(remat_kit.policy(planned)(stack), *args).temp_bytes < 15 * 2**20
 
 
@@ -387,7 +403,7 @@ def test_scans_keep_what_they_hold_on_the_host():
     lines = [str(line) for p in moved for line in found.policy(p).lines]
     assert any("offload in." in line for line in lines)
     for line in lines:
-        assert str(_schedule.parse(line)) == line
+        assert _schedule.lines(_schedule.parse(line)) == (line,)
     key = jax.random.key(3)
     args = jax.random.normal(key, (12, 32, 32)) / 6, jax.random.normal(key, (256, 32))
     want = jax.jit(jax.grad(scanned))(*args)
