@@ -18,10 +18,9 @@ from remat_kit import _frontier
 from remat_kit._builder import loaded
 from remat_kit._errors import BuildError, UserError, unknown
 from remat_kit._policy import format_bytes
-from remat_kit._search import Search
+from remat_kit._search import Search, temporaries
 from remat_kit._solve import silent
 from remat_kit._table import Table, format_seconds
-from remat_kit._target import Memory
 from remat_kit._target import target as find_target
 
 MIB = 2**20
@@ -322,7 +321,7 @@ def bench(
         published=paper,
         target=chip.name,
         sizes=chosen,
-        plain_temp_bytes=_temporaries(plain),
+        plain_temp_bytes=temporaries(plain) or 0,
         plain_step_seconds=plain.step_seconds,
         outcomes=outcomes,
         planning_seconds=found.planning_seconds,
@@ -341,12 +340,6 @@ def _address(paper: Published, models: str | pathlib.Path) -> str:
             "name its folder of models with --models DIR",
         )
     return f"{path}:build"
-
-
-def _temporaries(memory: Memory) -> int:
-    if memory.temp_bytes is not None:
-        return memory.temp_bytes
-    return max(0, (memory.needs_bytes or 0) - memory.argument_bytes - memory.output_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,7 +363,7 @@ class _Judge:
         try:
             place = search.best(budget, search.limit(budget))
         except UserError:
-            least = min(search.known, key=lambda p: _temporaries(search.known[p]))
+            least = min(search.known, key=lambda p: temporaries(search.known[p]) or 0)
             return _unanswered("memory", limit, self._too_much(least))
         found = self._outcome("memory", place, limit)
         if search.points[place].extra_flops_fraction <= limit:
@@ -394,7 +387,7 @@ class _Judge:
         forward = front.forward_seconds
         return Outcome(
             goal=goal,
-            temp_bytes=_temporaries(memory),
+            temp_bytes=temporaries(memory) or 0,
             fraction=self._fraction(place),
             extra_forward=point.extra_flops_fraction,
             extra_forward_time=point.extra_seconds / forward,
@@ -408,7 +401,7 @@ class _Judge:
 
     def _fraction(self, place: int) -> float:
         known = self.search.known
-        return _temporaries(known[place]) / max(_temporaries(known[self.search.plain]), 1)
+        return (temporaries(known[place]) or 0) / max(temporaries(known[self.search.plain]) or 0, 1)
 
     def _too_much(self, place: int) -> str:
         """Say how little was reached, what was expected, and what holds the peak."""
@@ -416,7 +409,7 @@ class _Judge:
         start, stop = point.cost.peak_segment
         module = front.graph.equations[min(start, front.equations - 1)].module or "the top"
         held = "; ".join(_frontier.held_arrays(front.graph, start, stop))
-        plain = max(_temporaries(self.search.known[self.search.plain]), 1)
+        plain = max(temporaries(self.search.known[self.search.plain]) or 0, 1)
         expected = max(0, point.predicted_peak_bytes - front.argument_bytes - front.output_bytes)
         return (
             f"the least that was compiled is {100 * self._fraction(place):.1f} % of the memory "

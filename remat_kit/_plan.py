@@ -20,7 +20,7 @@ from remat_kit._errors import UserError
 from remat_kit._frontier import Point, Tick, policy_of, search_frontier
 from remat_kit._gradient import Argnums
 from remat_kit._policy import Planned, format_bytes
-from remat_kit._search import Answer, Search, parsed_budget
+from remat_kit._search import Answer, Search, parsed_budget, temporaries
 from remat_kit._simulate import Segment, Simulation
 from remat_kit._table import Table
 from remat_kit._target import Memory, Target
@@ -104,8 +104,8 @@ class Plan(Planned):
             "compiled_peak_bytes": self.compiled_peak_bytes,
             "baseline_peak_bytes": self.baseline.peak_bytes if self.baseline else None,
             "compiled_host_bytes": self.compiled.host_bytes if self.compiled else None,
-            "compiled_temp_bytes": self.compiled.temp_bytes if self.compiled else None,
-            "baseline_temp_bytes": self.baseline.temp_bytes if self.baseline else None,
+            "compiled_temp_bytes": temporaries(self.compiled) if self.compiled else None,
+            "baseline_temp_bytes": temporaries(self.baseline) if self.baseline else None,
             "extra_flops_fraction": self.point.extra_flops_fraction if self.point else None,
             "extra_seconds": self.point.extra_seconds if self.point else None,
             "bound_extra_seconds": self.point.bound_extra_seconds if self.point else None,

@@ -42,6 +42,15 @@ def parsed_budget(budget: str | int | float) -> str | int | float:
     return float(budget) if isinstance(budget, float) and budget <= 1 else int(budget)
 
 
+def temporaries(memory: Memory) -> int | None:
+    """Return the bytes of temporaries; of a program that the compiler refuses, since the chip has
+    too little, those of what it says that it needs.
+    """
+    if memory.temp_bytes is not None or memory.needs_bytes is None:
+        return memory.temp_bytes
+    return max(0, memory.needs_bytes - memory.argument_bytes - memory.output_bytes)
+
+
 @dataclasses.dataclass(frozen=True)
 class Answer:
     """What a search chose.
@@ -139,8 +148,7 @@ class Search:
                     hint="smaller parameters or inputs, or more devices; recomputing cannot help",
                 )
             return budget
-        temp = base.temp_bytes or max(0, (base.needs_bytes or 0) - base.argument_bytes)
-        return self.fixed() + int(budget * temp)
+        return self.fixed() + int(budget * (temporaries(base) or 0))
 
     def fixed(self) -> int:
         base = self.known[self.plain]
