@@ -267,11 +267,11 @@ def test_plan_in_words_and_as_json():
 
 def test_a_refused_program_has_the_memory_that_it_needs():
     """A TPU's compiler refuses what does not fit, and says how much it needs."""
-    plan = remat_kit.plan(mlp, *ARGS, budget=0.6)
+    plan = remat_kit.plan(mlp, *ARGS, budget="min")
     refused = dataclasses.replace(
         plan.baseline, temp_bytes=None, fits=False, peak_bytes=10**9, needs_bytes=10**9
     )
-    found = dataclasses.replace(plan, baseline=refused).to_json() | {"budget": "0.6"}
+    found = dataclasses.replace(plan, baseline=refused).to_json() | {"budget": "min"}
     fixed = refused.argument_bytes + refused.output_bytes
     assert found["baseline_peak_bytes"] - found["baseline_temp_bytes"] == fixed
     assert "954" in planner._plan_line("mlp", found, 1.0)
