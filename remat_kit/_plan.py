@@ -194,7 +194,7 @@ def plans(
     found = search_frontier(fn, args, chip, argnums, objective, None, offload, tick, "plans")
     search = Search(fn, args, argnums, chip, found, compiles, tick)
 
-    def tried(budget: str | int | float) -> dict[int, int]:
+    def predicted(budget: str | int | float) -> dict[int, int]:
         try:
             answer = search.run(parsed_budget(budget))
         except UserError:
@@ -208,7 +208,7 @@ def plans(
             return error
 
     # What is compiled for a later budget may be better for an earlier one too.
-    every = [tried(budget) for budget in budgets]
+    every = [predicted(budget) for budget in budgets]
     return tuple(map(answered, budgets, every))
 
 

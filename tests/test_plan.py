@@ -210,7 +210,6 @@ def test_plan_fits_its_budget_and_peaks_do_not_jump():
 
 
 @lean
-@lean
 def test_budgets_share_what_is_compiled(monkeypatch):
     """What a compiler makes of a schedule, 30 % more or less than was predicted here, may suit an
     earlier budget better than what was compiled for it.
@@ -232,6 +231,7 @@ def test_budgets_share_what_is_compiled(monkeypatch):
     assert work != [points[a.place].extra_work for a in first]
 
 
+@lean
 @pytest.mark.slow  # pytest -m slow tests/test_plan.py
 def test_residual_mlp_is_monotone_from_a_twentieth_to_all():
     fn, args = load("residual_mlp").build(batch=4096, width=64, layers=12, features=64)
