@@ -277,7 +277,8 @@ class _Moment:
 
     Attributes:
         place: the equation; the derivatives of those before it are still to come.
-        bytes: cotangents, gradients and what derivatives at work read.
+        bytes: cotangents, gradients and what derivatives at work read; at first what is set apart
+            for gradients.
         present: the tensors among them.
     """
 
@@ -291,7 +292,8 @@ def _busiest(graph: CostGraph, most: int = 3) -> list[_Moment]:
     kept = np.cumsum([sum(graph.tensors[t].bytes for t in e.makes) for e in graph.equations])
     moments = [m for m in _moments(graph) if graph.equations[m.place].loop is None]
     ranked = sorted(moments, key=lambda m: m.bytes * float(kept[m.place]), reverse=True)
-    return [_Moment(len(graph.equations)), *ranked[: most - 1]]
+    first = _Moment(len(graph.equations), graph.gradient_bytes[-1])
+    return [first, *ranked[: most - 1]]
 
 
 def _moments(graph: CostGraph) -> Iterator[_Moment]:

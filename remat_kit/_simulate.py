@@ -290,7 +290,8 @@ class Simulation:
                     e = graph.equations[i]
                     assert e.loop is not None
                     steps[i] += loop_bytes(e.loop, plan) - e.made_in_memory
-        live = np.cumsum(steps)
+        # What is set apart for gradients from the start.
+        live = np.cumsum(steps) + graph.gradient_bytes[-1]
         for segment in schedule:
             if segment.stop > segment.start:
                 self.note(float(live[segment.start : segment.stop].max()), segment, "forward")
@@ -394,18 +395,21 @@ class Simulation:
         begun, ended, gradients = graph.begun_bytes, graph.ended_bytes, graph.gradient_bytes
         recompute = max(recompute, live + gradients[segment.stop])
         waiting = 0
+        arriving, leaving = graph.arriving(segment.stop), graph.arriving(segment.start)
         for e in reversed(equations):
             i = e.index
-            live += begun[i]
+            live += begun[i] + leaving.begins.get(i, 0)
             extra = e.working_bytes
             if e.loop is not None:
                 extra = self.loop(e, plans.get(i), segment)
             backward = max(backward, live + extra + gradients[i])
-            live -= ended[i]
             # What a derivative reads is there until the cotangent that it helps to make is written.
+            arrived = arriving.ends.get(i, 0)
+            live -= ended[i] - arrived + arriving.fused.get(i, 0)
+            waiting += arrived
             if i in released:
                 waiting += self.bytes(released[i])
-            if begun[i]:
+            if begun[i] or i in leaving.begins:
                 live -= waiting
                 waiting = 0
             if segment.plain and i not in plans:
@@ -417,7 +421,7 @@ class Simulation:
         return _Walk(recompute, backward, flops, seconds)
 
     def cotangents_across(self, position: int) -> int:
-        return self.graph.flowing_bytes[position]
+        return self.graph.flowing_bytes[position] + self.graph.arriving(position).fused_bytes
 
     def loop(self, e: Equation, plan: LoopPlan | None, segment: Segment) -> int:
         """A scan in the backward pass: what one iteration takes, and what it computes again."""
@@ -471,6 +475,11 @@ def loop_cost(loop: Loop, plan: LoopPlan, host_bandwidth: float = math.inf) -> S
             flops += times * loop.graph.forward_flops
             seconds += times * loop.graph.forward_seconds
         transient = max(transient, working)
+    if len(plan.parts) > 1:  # each range has stacks of its own, which are joined at the end
+        if loop.early:
+            saved += loop.gradient_bytes
+        else:
+            transient += loop.gradient_bytes
     return Simulated(
         saved + transient, saved, host, flops, seconds, (0, len(loop.graph.equations)), "backward"
     )

@@ -128,6 +128,7 @@ def _simulated(
 
 
 _SMALL = 32
+_SHORT = 128
 
 
 def _polished(
@@ -197,14 +198,16 @@ def _proposals(
     everywhere = list(dict.fromkeys([frozenset(), *(cutter.cut(p).keep for p in prices)]))
     small = len(graph.equations) < 2500
     # What is the cheapest to keep by another measure fits budgets between those of this one's.
-    other = Cutter(graph, Worth.of_graph(graph, 0.0 if worth.flop_share >= 0.25 else 0.5))
+    besides = Worth.of_graph(graph, 0.0 if worth.flop_share >= 0.25 else 0.5)
+    other = Cutter(graph, besides)
     others = [other.cut(price).keep for price in prices] if small else []
     fine = positions(graph, everywhere)
     coarse = coarser(graph, fine, everywhere)
     if not loops:
         yield from _even(graph, everywhere, fine)
-    for cuts in [fine] if coarse == fine else [fine, coarse]:
-        chain = Chain(graph, cuts, worth)
+    measures = [worth, besides] if len(graph.equations) <= _SHORT else [worth]
+    for cuts, measure in itertools.product(dict.fromkeys([tuple(fine), tuple(coarse)]), measures):
+        chain = Chain(graph, cuts, measure)
         handed = {t for t, _, _ in chain.crossing}
         keeps = dict.fromkeys(everywhere)
         for number, price in enumerate(prices):
