@@ -84,12 +84,11 @@ def rendered(report: dict[str, Any]) -> str:
         lines += [
             "",
             "| model | budget | temporaries MiB, without → with | cut | extra FLOPs | extra time | "
-            "over the bound | predicted / compiled peak | fits |",
-            "|---|---|---:|---:|---:|---:|---:|---:|---|",
+            "over the bound | predicted / compiled peak | before any compile | fits |",
+            "|---|---|---:|---:|---:|---:|---:|---:|---:|---|",
         ]
     for row in report["rows"]:
-        forward = row["frontier"]["forward_seconds"]
-        lines += [_plan_line(row["model"], plan, forward) for plan in row["plans"]]
+        lines += [_plan_line(row["model"], plan, row["frontier"]) for plan in row["plans"]]
     about = "Extra FLOPs and extra roofline time in parts of the forward pass; planned for "
     about += f"{report['chip']}, objective {report['objective']}."
     return "\n".join([*lines, *_common.ending(report, about)])
@@ -106,16 +105,32 @@ def gap_at(front: dict[str, Any], share: float) -> str:
     return f"{min(fitting, key=lambda p: p['extra_seconds'])['gap']:.3f}" if fitting else "none"
 
 
-def _plan_line(model: str, plan: dict[str, Any], forward: float) -> str:
+def first_prediction(front: dict[str, Any], plan: dict[str, Any]) -> int | None:
+    """Return what the frontier predicts of a plan, in bytes; None where the plan is none of its
+    points, such as one that keeps less than the least of them.
+    """
+    found = [
+        point["predicted_peak_bytes"]
+        for point in front["points"]
+        if point["extra_seconds"] == plan["extra_seconds"]
+        and point["extra_flops_fraction"] == plan["extra_flops_fraction"]
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _plan_line(model: str, plan: dict[str, Any], front: dict[str, Any]) -> str:
     if "error" in plan:
-        return f"| {model} | {plan['budget']} | {plan['error'].splitlines()[0]} | | | | | | no |"
+        return f"| {model} | {plan['budget']} | {plan['error'].splitlines()[0]} | | | | | | | no |"
     before, after = plan["baseline_temp_bytes"], plan["compiled_temp_bytes"]
     fits = "yes" if fits_budget(plan) else "no"
     ratio = plan["predicted_peak_bytes"] / plan["compiled_peak_bytes"]
+    first = first_prediction(front, plan)
+    raw = f"{first / plan['compiled_peak_bytes']:.3f}" if first else ""
     return (
         f"| {model} | {plan['budget']} | {before / MIB:,.0f} → {after / MIB:,.0f} | "
         f"{100 * (1 - after / before):.0f} % | {plan['extra_flops_fraction']:.3f} | "
-        f"{plan['extra_seconds'] / forward:.3f} | {plan['gap']:.3f} | {ratio:.3f} | {fits} |"
+        f"{plan['extra_seconds'] / front['forward_seconds']:.3f} | {plan['gap']:.3f} | "
+        f"{ratio:.3f} | {raw} | {fits} |"
     )
 
 

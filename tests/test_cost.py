@@ -184,6 +184,74 @@ def test_kept_arrays_go_as_the_backward_pass_needs_them():
     assert plain.peak_bytes <= plain.saved_bytes + 4 * one
 
 
+def gradients_of(batch):
+    """The bytes that gradients take, after a chain of three matrices of 1 KiB."""
+    loss, (ws, _) = chain(3)
+    return traced(loss, ws, struct(batch, 16)).gradient_bytes
+
+
+def test_memory_that_nothing_can_use_is_set_apart_for_gradients():
+    # Arrays of 2 KiB do not fit into what is there for a gradient of 1 KiB.
+    assert set(gradients_of(32)) == {3 * 1024}
+    # Those of 768 bytes do, as long as there are any that the backward pass has not passed.
+    dots = [0, 2, 4]  # each with its tanh behind it, then the sum
+    found = gradients_of(12)
+    assert found[-1] == 0
+    assert [found[i] for i in dots] == [3 * 1024, 2 * 1024, 1024]
+    # Those of 64 bytes would leave most of it unused.
+    assert set(gradients_of(1)) == {3 * 1024}
+
+
+def test_gradients_of_an_iteration_are_no_results_yet():
+    def loss(ws, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0])
+
+    graph = traced(loss, struct(5, 16, 16), struct(32, 16))
+    (scan,) = [e.loop for e in graph.equations if e.loop]
+    assert set(graph.gradient_bytes) == {5 * 1024}
+    assert scan.gradient_bytes == 5 * 1024
+    # In an iteration those of its matrix and of what came in, and none before it begins.
+    assert scan.graph.gradient_bytes[0] == 3 * 1024
+    assert scan.graph.gradient_bytes[-1] == 0
+
+
+@pytest.mark.parametrize("chip", ["cpu", "h100"])
+def test_ranges_of_a_scan_have_stacks_of_their_own(chip):
+    def loss(ws, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0])
+
+    graph = _cost.trace(loss, (struct(6, 16, 16), struct(32, 16)), target(chip))
+    (scan,) = [e for e in graph.equations if e.loop]
+    body = (Segment(0, len(scan.loop.graph.equations)),)
+    whole, parted = (
+        _simulate.loop_cost(scan.loop, LoopPlan(tuple((n, 1, body) for n in ranges)))
+        for ranges in ((6,), (4, 2))
+    )
+    assert parted.peak_bytes - whole.peak_bytes == 6 * 1024
+    # A CPU's compiler makes the zeros that they begin with before everything else.
+    assert parted.saved_bytes - whole.saved_bytes == (6 * 1024 if chip == "cpu" else 0)
+
+
+def test_what_crosses_the_edge_of_a_region_is_written_down():
+    def loss(w, x):
+        return jnp.sum(jnp.exp(jnp.sin(x @ w)) @ w.T)
+
+    graph = _cost.trace(loss, (struct(16, 4096), struct(64, 16)), target("h100"))
+    dot, sin, exp, *_ = graph.equations
+    assert [e.primitive for e in (dot, sin, exp)] == ["dot_general", "sin", "exp"]
+    (between,) = sin.makes
+    assert not graph.tensors[between].in_memory
+    size = graph.tensors[between].bytes
+    n = len(graph.equations)
+    parted = simulate(graph, (Segment(0, exp.index), Segment(exp.index, n)))
+    # What comes in is the cotangent of ``sin``; it and what the region computes again are read for
+    # the cotangent of ``dot``.
+    assert graph.arriving(exp.index).ends == {sin.index: size}
+    assert graph.arriving(exp.index).fused_bytes == size
+    assert graph.arriving(dot.index + 1).fused_bytes == 0
+    assert parted.peak_bytes >= 3 * size
+
+
 def test_what_is_remembered_does_not_change_the_answer():
     loss, args = chain(8)
     graph = traced(loss, *args)
