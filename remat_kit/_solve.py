@@ -25,6 +25,10 @@ from remat_kit._simulate import LoopPlan, Segment, Simulated, closure, loop_cost
 
 _T = TypeVar("_T")
 
+# Equations: up to so many a graph is improved change by change; a chain is put together by more
+# than one measure; and below so many, more is tried, for planning is to take a few seconds.
+_SMALL, _SHORT, _LONG = 32, 128, 4500
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -127,10 +131,6 @@ def _simulated(
         yield from _polished(graph, pareto(found, worth), seen, bandwidth, worth)
 
 
-_SMALL = 32
-_SHORT = 128
-
-
 def _polished(
     graph: CostGraph,
     found: list[Candidate],
@@ -196,7 +196,7 @@ def _proposals(
     tick("what to keep")
     prices = price_range(graph, levels)
     everywhere = list(dict.fromkeys([frozenset(), *(cutter.cut(p).keep for p in prices)]))
-    small = len(graph.equations) < 2500
+    small = len(graph.equations) < _LONG
     # What is the cheapest to keep by another measure fits budgets between those of this one's.
     besides = Worth.of_graph(graph, 0.0 if worth.flop_share >= 0.25 else 0.5)
     other = Cutter(graph, besides)
@@ -241,7 +241,7 @@ def _even(
         sorted(forced | {i for i in range(1, n) if paths[i][:depth] != paths[i - 1][:depth]})
         for depth in (1, 2)
     ]
-    small = n < 2500
+    small = n < _LONG
     sets += [_absorbed(graph, cuts) for cuts in sets if small]
     sets += [coarser(graph, fine, keeps, most) for most in (4, 8, 16, 32)[:: 1 if small else 2]]
     for cuts in dict.fromkeys(tuple(cuts) for cuts in sets if len(cuts) < 200):
