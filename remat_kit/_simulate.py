@@ -170,11 +170,12 @@ class Simulation:
         held = self.held(schedule)
         on_host = frozenset().union(*(s.offload for s in schedule)) if schedule else frozenset()
         saved = frozenset().union(*held) if held else frozenset()
-        own = sum(self.own_bytes(s) for s in schedule)
+        twice = self.twice(schedule, held)
+        own = sum(self.own_bytes(s) for s in schedule) + sum(twice)
         host = self.bytes(saved & on_host)
         self.forward(schedule)
         self.seconds += 2 * host / self.host_bandwidth
-        early = [self.early_bytes(s) for s in schedule]
+        early = [self.early_bytes(s) + more for s, more in zip(schedule, twice, strict=True)]
         self.backward(schedule, 0, frozenset(), on_host, early)
         return Simulated(
             peak_bytes=self.peak,
@@ -215,6 +216,20 @@ class Simulation:
             assert e.loop is not None
             own += loop_bytes(e.loop, plan) - e.made_in_memory
         return own
+
+    def twice(self, schedule: Sequence[Segment], held: Sequence[frozenset[int]]) -> list[int]:
+        """For each segment, bytes of what it keeps that later ones hold too.
+
+        In the body of a scan what a region keeps and what it hands on are two stacks, even of the
+        same array (seen with jax 0.12). In a program they are one.
+        """
+        found = [0] * len(schedule)
+        later = frozenset[int]()
+        for number in range(len(schedule) - 1, -1, -1):
+            if self.graph.stacked and not schedule[number].plain:
+                found[number] = self.bytes(schedule[number].kept & later)
+            later |= held[number]
+        return found
 
     def loops_on_host(self, schedule: Sequence[Segment]) -> int:
         """What the iterations of scans have in the host's memory."""

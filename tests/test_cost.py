@@ -215,6 +215,34 @@ def test_gradients_of_an_iteration_are_no_results_yet():
     assert scan.graph.gradient_bytes[-1] == 0
 
 
+def test_a_region_of_an_iteration_stacks_what_it_keeps_and_hands_on_twice():
+    def loss(ws, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(jnp.exp(x @ w)), None), x, ws)[0])
+
+    graph = traced(loss, struct(6, 16, 16), struct(32, 16))
+    (scan,) = [e.loop for e in graph.equations if e.loop]
+    body = scan.graph
+    (exp,) = [e for e in body.equations if e.primitive == "exp"]
+    (made,) = exp.makes
+    kept, handed = (
+        _simulate.loop_cost(
+            scan, LoopPlan(((6, 1, (Segment(0, exp.index + 1, save=save), after)),))
+        )
+        for save in (frozenset({made}), frozenset())
+        for after in (Segment(exp.index + 1, len(body.equations)),)
+    )
+    assert kept.saved_bytes - handed.saved_bytes == 6 * body.tensors[made].bytes
+    # In a program it is there once.
+    graph = traced(lambda w, x: jnp.sum(jnp.tanh(jnp.exp(x @ w))), struct(16, 16), struct(32, 16))
+    (exp,) = [e for e in graph.equations if e.primitive == "exp"]
+    rest = Segment(exp.index + 1, len(graph.equations))
+    kept, handed = (
+        simulate(graph, (Segment(0, exp.index + 1, save=frozenset(save)), rest))
+        for save in (exp.makes, ())
+    )
+    assert kept.saved_bytes == handed.saved_bytes
+
+
 @pytest.mark.parametrize("chip", ["cpu", "h100"])
 def test_ranges_of_a_scan_have_stacks_of_their_own(chip):
     def loss(ws, x):

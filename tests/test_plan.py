@@ -274,7 +274,7 @@ def test_a_refused_program_has_the_memory_that_it_needs():
     found = dataclasses.replace(plan, baseline=refused).to_json() | {"budget": "min"}
     fixed = refused.argument_bytes + refused.output_bytes
     assert found["baseline_peak_bytes"] - found["baseline_temp_bytes"] == fixed
-    assert "954" in planner._plan_line("mlp", found, 1.0)
+    assert "954" in planner._plan_line("mlp", found, {"forward_seconds": 1.0, "points": []})
 
 
 @lean
