@@ -203,6 +203,7 @@ def _proposals(
     others = [other.cut(price).keep for price in prices] if small else []
     fine = positions(graph, everywhere)
     coarse = coarser(graph, fine, everywhere)
+    yield from (schedule for _, schedule in presets(graph))
     if not loops:
         yield from _even(graph, everywhere, fine)
     measures = [worth, besides] if len(graph.equations) <= _SHORT else [worth]
@@ -422,7 +423,7 @@ def _toggled(
     found: list[LoopPlan],
     cost: dict[LoopPlan, Simulated],
     worth: Worth,
-    most: int = 1200,
+    most: int = 4000,
 ) -> list[LoopPlan]:
     """Improve what a body's one region keeps, one array at a time, until no change helps.
 
