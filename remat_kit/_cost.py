@@ -166,6 +166,7 @@ class CostGraph:
         program: the flat program that it was made of, equation by equation.
         stacked: whether this is the body of a scan: what an iteration keeps outside of regions is
             then written down as it is, for no fusion reaches from one loop into another.
+        reuses: whether the compiler keeps temporaries where a result will be.
     """
 
     tensors: tuple[Tensor, ...]
@@ -173,6 +174,7 @@ class CostGraph:
     outputs: tuple[int, ...]
     program: Program = dataclasses.field(repr=False)
     stacked: bool = False
+    reuses: bool = True
 
     @functools.cached_property
     def forward_flops(self) -> float:
@@ -213,7 +215,8 @@ class CostGraph:
         each result from the start. Until the result is there, temporaries may use it one by one,
         each from its beginning, if they are no larger and gone by then. Where the backward pass has
         no array left that comes near that, the memory is as good as taken (seen in programs for
-        CPU, CUDA and TPU, jax 0.12). What an iteration of a scan finds is no result yet.
+        CPU and CUDA, jax 0.12; for TPU little is reused). What an iteration of a scan finds is no
+        result yet.
         """
         out = [0] * (len(self.equations) + 1)
         arrays = sorted((t.bytes, t.producer) for t in self.tensors if t.in_memory)
@@ -226,7 +229,7 @@ class CostGraph:
                         arrays, (size, len(out))
                     )
                 ]
-                later = (producer for _, producer in near if producer > begins)
+                later = (p for _, p in near if self.reuses and p > begins)
                 out[begins if self.stacked else min(later, default=-1)] += size
         return tuple(reversed(list(itertools.accumulate(reversed(out)))))
 
@@ -524,7 +527,8 @@ class _Builder:
         for i, eqn in enumerate(eqns):
             moved = traffic[i], written[i]
             built.append(self.equation(i, eqn, reads[i], makes[i], rules[i], moved, tensors))
-        return CostGraph(tuple(tensors), tuple(built), tuple(outputs), self.program)
+        reuses = self.chip.platform != "tpu"
+        return CostGraph(tuple(tensors), tuple(built), tuple(outputs), self.program, reuses=reuses)
 
     def sources(
         self,
