@@ -410,21 +410,24 @@ class Simulation:
         begun, ended, gradients = graph.begun_bytes, graph.ended_bytes, graph.gradient_bytes
         recompute = max(recompute, live + gradients[segment.stop])
         waiting = 0
-        arriving, leaving = graph.arriving(segment.stop), graph.arriving(segment.start)
+        arriving, begins = graph.arriving(segment.stop), graph.arriving(segment.start).begins
         for e in reversed(equations):
             i = e.index
-            live += begun[i] + leaving.begins.get(i, 0)
+            live += begun[i]
+            if i in begins:
+                live += begins[i]
             extra = e.working_bytes
             if e.loop is not None:
                 extra = self.loop(e, plans.get(i), segment)
             backward = max(backward, live + extra + gradients[i])
             # What a derivative reads is there until the cotangent that it helps to make is written.
-            arrived = arriving.ends.get(i, 0)
-            live -= ended[i] - arrived + arriving.fused.get(i, 0)
-            waiting += arrived
+            live -= ended[i]
+            if i in arriving.ends:
+                live += arriving.ends[i] - arriving.fused.get(i, 0)
+                waiting += arriving.ends[i]
             if i in released:
                 waiting += self.bytes(released[i])
-            if begun[i] or i in leaving.begins:
+            if begun[i] or i in begins:
                 live -= waiting
                 waiting = 0
             if segment.plain and i not in plans:

@@ -203,8 +203,9 @@ def _proposals(
     others = [other.cut(price).keep for price in prices] if small else []
     fine = positions(graph, everywhere)
     coarse = coarser(graph, fine, everywhere)
-    yield from (schedule for _, schedule in presets(graph))
-    if not loops:
+    if loops:
+        yield from (schedule for _, schedule in presets(graph))
+    else:
         yield from _even(graph, everywhere, fine)
     measures = [worth, besides] if len(graph.equations) <= _SHORT else [worth]
     for cuts, measure in itertools.product(dict.fromkeys([tuple(fine), tuple(coarse)]), measures):
