@@ -95,8 +95,8 @@ class Loop:
     carry: tuple[tuple[int, int], ...]
     handed: tuple[int, ...]
     stacked_bytes: int
-    gradient_bytes: int = 0
-    early: bool = False
+    gradient_bytes: int
+    early: bool
 
     @property
     def carry_bytes(self) -> int:
@@ -224,12 +224,9 @@ class CostGraph:
             size = tensor.gradient_bytes
             if size and tensor.users:
                 begins = tensor.users[-1]
-                near = arrays[
-                    bisect.bisect_left(arrays, (size // 2, 0)) : bisect.bisect_right(
-                        arrays, (size, len(out))
-                    )
-                ]
-                later = (p for _, p in near if self.reuses and p > begins)
+                first = bisect.bisect_left(arrays, (size // 2, 0))
+                last = bisect.bisect_right(arrays, (size, len(out)))
+                later = (p for _, p in arrays[first:last] if self.reuses and p > begins)
                 out[begins if self.stacked else min(later, default=-1)] += size
         return tuple(reversed(list(itertools.accumulate(reversed(out)))))
 

@@ -86,7 +86,7 @@ class Simulated:
 
     Attributes:
         peak_bytes: the most bytes alive at one time beside the arguments: intermediate arrays and
-            the gradients that are there by then.
+            the gradients, those too for which memory is set apart before they are there.
         saved_bytes: on the device when the backward pass begins.
         host_bytes: in the host's memory when the backward pass begins.
         extra_flops: floating-point operations that are computed again.
@@ -221,7 +221,7 @@ class Simulation:
         """For each segment, bytes of what it keeps that later ones hold too.
 
         In the body of a scan what a region keeps and what it hands on are two stacks, even of the
-        same array (seen with jax 0.12). In a program they are one.
+        same array (seen in a program for CPU, jax 0.12). Outside of scans they are one.
         """
         found = [0] * len(schedule)
         later = frozenset[int]()

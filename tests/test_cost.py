@@ -226,12 +226,10 @@ def test_a_region_of_an_iteration_stacks_what_it_keeps_and_hands_on_twice():
     body = scan.graph
     (exp,) = [e for e in body.equations if e.primitive == "exp"]
     (made,) = exp.makes
+    after = Segment(exp.index + 1, len(body.equations))
     kept, handed = (
-        _simulate.loop_cost(
-            scan, LoopPlan(((6, 1, (Segment(0, exp.index + 1, save=save), after)),))
-        )
-        for save in (frozenset({made}), frozenset())
-        for after in (Segment(exp.index + 1, len(body.equations)),)
+        _simulate.loop_cost(scan, LoopPlan(((6, 1, (Segment(0, after.start, save=save), after)),)))
+        for save in (frozenset({made}), frozenset[int]())
     )
     assert kept.saved_bytes - handed.saved_bytes == 6 * body.tensors[made].bytes
     # In a program it is there once.

@@ -603,6 +603,21 @@ def test_the_results_of_plans(path):
             assert 0.95 < ratio < 1.12
 
 
+def test_most_plans_are_predicted_before_any_compile():
+    """What benchmarks/README says of the results for the CPU and the H100."""
+    ratios = []
+    for path in RESULTS:
+        report = json.loads(path.read_text())
+        if report["chip"] in ("cpu", "h100"):
+            for row in report["rows"]:
+                plans = [plan for plan in row["plans"] if "error" not in plan]
+                found = [(planner.first_prediction(row["frontier"], p), p) for p in plans]
+                ratios += [first / p["compiled_peak_bytes"] for first, p in found if first]
+    assert len(ratios) > 100
+    assert max(abs(ratio - 1) for ratio in ratios) < 0.11
+    assert np.mean([abs(ratio - 1) <= 0.04 for ratio in ratios]) > 0.8
+
+
 # -- maxima over windows ----------------------------------------------------------------------
 
 
