@@ -183,7 +183,11 @@ class Search:
         return memory.peak_bytes if memory.peak_bytes is not None else memory.needs_bytes
 
     def predicted(self, place: int) -> int:
-        """The peak of a point: between compiled points in proportion, below them in parallel."""
+        """The peak of a point: between compiled points in proportion, below them in parallel.
+
+        The program without regions alone says little about those that have some, which the model
+        predicts better: until another is compiled, they are as predicted.
+        """
         if place in self.known and self.measured(place):
             return self.measured(place) or 0
         own = self.points[place].predicted_peak_bytes
@@ -194,7 +198,7 @@ class Search:
             for p in self.known
             if self.measured(p)
         )
-        if not pairs:
+        if len(pairs) < 2:
             return own
         below = [pair for pair in pairs if pair[0] <= own]
         above = [pair for pair in pairs if pair[0] > own]
@@ -202,9 +206,6 @@ class Search:
             (x0, y0), (x1, y1) = below[-1], above[0]
             return round(y0 + (y1 - y0) * (own - x0) / max(x1 - x0, 1))
         x, y = (below or above)[-1 if below else 0]
-        if len(pairs) == 1:  # one program: the same factor on what is not fixed
-            fixed = min(self.fixed(), y, x)
-            return round(fixed + (own - fixed) * (y - fixed) / max(x - fixed, 1))
         return max(self.fixed(), y + own - x)
 
     def predicted_leaner(self, place: int) -> int:
