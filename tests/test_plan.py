@@ -396,6 +396,28 @@ def test_where_the_model_misses_something_plans_keep_less():
     assert search.predicted(0) - found <= first.saved_bytes - point.saved_bytes
 
 
+def test_predictions_are_corrected_by_programs_of_their_kind(front):
+    search = Search(mlp, ARGS, 0, target("cpu"), front, 3, silent)
+    memory = remat_kit.measure(mlp, *ARGS)
+    own = [p.predicted_peak_bytes for p in search.points]
+    first, middle = 0, len(front.points) // 2
+
+    def measured(place, factor):
+        return dataclasses.replace(memory, peak_bytes=round(factor * own[place]))
+
+    # The program without regions says nothing of those with some.
+    search.known = {search.plain: measured(search.plain, 1.3)}
+    assert search.predicted(first) == own[first] < own[middle] == search.predicted(middle)
+    # Between two that were compiled it is in proportion.
+    search.known[first] = measured(first, 1.1)
+    share = (own[middle] - own[first]) / (own[search.plain] - own[first])
+    ends = 1.1 * own[first], 1.3 * own[search.plain]
+    assert search.predicted(middle) == pytest.approx(ends[0] + share * (ends[1] - ends[0]))
+    # What was compiled is as it was compiled.
+    search.known[middle] = measured(middle, 0.9)
+    assert search.predicted(middle) == round(0.9 * own[middle])
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA:CPU undoes recompute outside loops")
 def test_what_comes_into_a_region_is_not_made_again_of_all_its_terms():
     """XLA's CPU compiler would fuse a residual stream into each later block: 17 MiB, not 10."""

@@ -2,6 +2,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -166,6 +167,25 @@ def test_compiled_program_keeps_module_paths_and_lines(name):
     assert "rematted_computation" in compiled.hlo_text
     assert __file__ in compiled.hlo_text
     assert compiled.memory.fits
+
+
+def convolved(w, x):
+    dims = ("NHWC", "HWIO", "NHWC")
+    y = jax.lax.conv_general_dilated(x, w[0], (1, 1), "SAME", dimension_numbers=dims)
+    return jnp.sum(jnp.tanh(jax.nn.relu(y).reshape(8, -1).astype(jnp.bfloat16) @ w[1]))
+
+
+def test_autotuning_would_change_nothing_without_a_card():
+    args = (struct(3, 3, 16, 32), struct(32768, 64, dtype=jnp.bfloat16)), struct(8, 32, 32, 16)
+
+    def program(options):
+        found = compile_program(convolved, args, needs("h100"), compiler_options=options)
+        instructions = re.findall(r"^ +(?:ROOT )?(%\S+ = .*?[a-z]\()", found.hlo_text, re.M)
+        return found.memory.temp_bytes, instructions
+
+    bytes_here, instructions = program(None)
+    assert any("custom-call(" in line for line in instructions)
+    assert (bytes_here, instructions) == program({"xla_gpu_autotune_level": "4"})
 
 
 # -- names ----------------------------------------------------------------------------------
