@@ -132,6 +132,7 @@ class Level:
     pass_on: np.ndarray  # work to rebuild what the block hands on
     rebuilt: np.ndarray  # bytes that the rebuild writes and the derivative reads
     out: np.ndarray  # [s, j]: bytes made in blocks s..j, not kept, that later blocks read
+    spared: np.ndarray  # [s, j]: those of them that block j + 1 alone reads, not as a residual
 
 
 class Chain:
@@ -169,12 +170,16 @@ class Chain:
             for lo, hi in self.ranges
         ]
         self.early = [sum(e.early_bytes for e in graph.equations[lo:hi]) for lo, hi in self.ranges]
+        # The last block whose derivative reads an array where no region is.
+        self.plain_last = {
+            t: b for b, part in enumerate(self.ranges) for t in plain_keeps(graph, *part)
+        }
         # Without regions, an array in memory that some derivative reads is kept where it is made.
         keep = plain_keeps(graph, 0, len(graph.equations))
         own = [float(graph.made_outside[lo:hi].sum()) for lo, hi in self.ranges]
         level = self.level(frozenset(t for t in keep if graph.tensors[t].producer >= 0))
         self.plain = np.array(own) + level.kept
-        self.plain_out = np.diagonal(level.out)
+        self.plain_out = level.out
 
     @functools.cached_property
     def crossing(self) -> list[tuple[int, int, int]]:
@@ -218,13 +223,15 @@ class Chain:
             rebuilt[b] += self.made[b]
             again = closure(graph, handed[b], keep, lo, hi).again
             pass_on[b] = sum(self.work[i] for i in again)
-        out = np.zeros((k, k))
+        out, spared = np.zeros((k, k)), np.zeros((k, k))
         for t, first, last in self.crossing:
             if t not in keep:
                 out[first, first:last] += graph.tensors[t].bytes
-        # out[s, j]: made in s..j and read after j.
-        out = np.cumsum(out[::-1], axis=0)[::-1]
-        return Level(keep, kept, rebuild, pass_on, rebuilt, np.triu(out))
+                if all(self.plain_last.get(s, 0) < last for s in (t, *graph.tensors[t].sources)):
+                    spared[first, last - 1] += graph.tensors[t].bytes
+        # [s, j]: made in s..j and read after j.
+        out, spared = (np.triu(np.cumsum(x[::-1], axis=0)[::-1]) for x in (out, spared))
+        return Level(keep, kept, rebuild, pass_on, rebuilt, out, spared)
 
     def merged(self, level: Level, first: int) -> Iterator[tuple[float, float]]:
         """Yield what one region over blocks ``first..j`` takes, for each j: bytes that it rebuilds
@@ -266,7 +273,8 @@ class _Item:
     ``form`` is "plain", "leaf" (one region), "hold" or "drop" (a region around one region per
     block), "nest" (a region that drops, around whatever the recursion finds best) or "loop".
     ``kept`` bytes are there while later blocks are differentiated, ``stay`` of them and ``working``
-    others while these are: what was only handed on is free by then.
+    others while these are: what was only handed on is free by then. ``spared`` of the bytes kept are
+    not, if no region follows: what the next blocks make of them is kept there.
     """
 
     first: int
@@ -277,11 +285,18 @@ class _Item:
     stay: float
     working: float
     work: float
+    spared: float = 0.0
 
     def slots(self, size: float) -> tuple[int, int]:
         """Return the slots of memory kept, and the slots that the item needs in all."""
         kept, stay = self.rounded(self.kept, size), self.rounded(self.stay, size)
         return kept, max(kept, stay + math.ceil(self.working / size))
+
+    def ways(self) -> list[tuple[_Item, int]]:
+        """Return what it is before a region (1) and before what is in none (0)."""
+        if self.form == "plain":  # two of them are one
+            return [(self, 1)]
+        return [(self, 1), (dataclasses.replace(self, kept=self.kept - self.spared), 0)]
 
     def rounded(self, amount: float, size: float) -> int:
         """Return an amount in slots, up or down by turns over the blocks, so that errors of equal
@@ -318,7 +333,7 @@ class Composer:
         for b in range(k):
             if chain.scans[b]:
                 found[b] += self.loop_items(b)
-            found[b].append(_plain_item(chain, b))
+            found[b] += _plain_items(chain, b)
         for number, level in enumerate(self.levels):
             for s in range(k):
                 if not chain.scans[s]:
@@ -334,20 +349,20 @@ class Composer:
         for j, (built, again) in zip(range(s, chain.count), chain.merged(level, s), strict=False):
             early += chain.early[j]
             out = level.out[s, j] + early
+            spared = level.spared[s, j]
             kept += level.kept[j]
             work += level.rebuild[j]
             # One region over all: what it rebuilds is there at once.
             merged_peak = max(merged_peak, built + chain.flowing[j])
-            found.append(_Item(s, j, "leaf", number, kept + out, kept + early, merged_peak, again))
+            both = kept + out, kept + early
+            found.append(_Item(s, j, "leaf", number, *both, merged_peak, again, spared))
             # A region around one per block: what they hand on is there at once, and the rest late.
             held += level.kept[j]
             grouped_peak = max(grouped_peak, inner + level.rebuilt[j] + chain.flowing[j])
             dropped_peak = max(dropped_peak, inner + held + level.rebuilt[j] + chain.flowing[j])
             if j > s:
                 extra = work + between
-                found.append(
-                    _Item(s, j, "hold", number, kept + out, kept + early, grouped_peak, extra)
-                )
+                found.append(_Item(s, j, "hold", number, *both, grouped_peak, extra, spared))
                 extra = chain.forward[s : j + 1].sum() + work
                 out = self.plain_out[s, j] + early  # what it keeps inside is handed on too
                 found.append(_Item(s, j, "drop", number, out, early, dropped_peak, extra))
@@ -368,7 +383,7 @@ class Composer:
                     b,
                     "loop",
                     number,
-                    stay + float(self.chain.plain_out[b]),
+                    stay + float(self.chain.plain_out[b, b]),
                     stay,
                     float(self.chain.flowing[b]) + cost.peak_bytes - cost.saved_bytes,
                     self.chain.worth.extra(cost),
@@ -384,47 +399,52 @@ class Composer:
         size = top / slots
         items = self.items
         nested = self.nested(size, slots)
-        best = np.full((k + 1, slots + 1), np.inf)
+        # By the block and by whether a region comes next (1) or none (0).
+        best = np.full((k + 1, 2, slots + 1), np.inf)
         best[k] = 0.0
-        choice = np.full((k, slots + 1), -1, dtype=int)
-        chosen: list[list[_Item]] = []
+        choice = np.full((k, 2, slots + 1), -1, dtype=int)
+        chosen: list[list[tuple[_Item, int]]] = []
         memory = np.arange(slots + 1)
         for t in range(k - 1, -1, -1):
-            options = items[t] + nested[t]
+            options = [way for item in items[t] + nested[t] for way in item.ways()]
             chosen.append(options)
-            for number, item in enumerate(options):
+            for number, (item, follower) in enumerate(options):
                 kept, need = item.slots(size)
                 if need > slots:
                     continue
-                value = np.full(slots + 1, np.inf)
-                rest = memory[need:] - kept
-                value[need:] = item.work + best[item.last + 1][rest]
+                value = item.work + best[item.last + 1][follower][memory[need:] - kept]
                 if item.form == "nest":
                     inside = memory[need:] - item.rounded(item.stay, size)
-                    value[need:] += self.inner[(item.first, item.last)][inside]
-                better = value < best[t] * (1 - 1e-9)
-                best[t][better] = value[better]
-                choice[t][better] = number
+                    value += self.inner[(item.first, item.last)][inside]
+                known, numbers = (x[t][int(item.form != "plain")][need:] for x in (best, choice))
+                better = value < known * (1 - 1e-9)
+                known[better] = value[better]
+                numbers[better] = number
         chosen.reverse()
         found: dict[tuple[Segment, ...], None] = {}
         previous = math.inf
         for m in range(slots + 1):
-            if not math.isfinite(best[0][m]) or best[0][m] >= previous * (1 - 1e-6) - 1e-15:
+            least = best[0][:, m].min()
+            if not math.isfinite(least) or least >= previous * (1 - 1e-6) - 1e-15:
                 continue
-            previous = best[0][m]
-            found[self.schedule(choice, chosen, m, size)] = None
+            previous = least
+            found[self.schedule(choice, chosen, int(best[0][:, m].argmin()), m, size)] = None
         return list(found)
 
     def schedule(
-        self, choice: np.ndarray, chosen: list[list[_Item]], m: int, size: float
+        self,
+        choice: np.ndarray,
+        chosen: list[list[tuple[_Item, int]]],
+        region: int,
+        m: int,
+        size: float,
     ) -> tuple[Segment, ...]:
         t, parts = 0, []
         while t < self.chain.count:
-            item = chosen[t][choice[t][m]]
+            item, follower = chosen[t][choice[t][region][m]]
             kept, _ = item.slots(size)
             parts += self.segment(item, m)
-            m -= kept
-            t = item.last + 1
+            m, t, region = m - kept, item.last + 1, follower
         return joined(tuple(parts))
 
     def segment(self, item: _Item, room: int) -> list[Segment]:
@@ -470,7 +490,7 @@ class Composer:
         out = self.plain_out
         singles: list[list[_Item]] = []
         for b in range(k):
-            options = [_plain_item(chain, b)]
+            options = [next(_plain_items(chain, b))]
             for number, level in enumerate(self.levels):
                 kept = level.kept[b] + level.out[b, b]
                 working = level.rebuilt[b] + chain.flowing[b]
@@ -542,11 +562,16 @@ class Composer:
     size = 1.0
 
 
-def _plain_item(chain: Chain, b: int) -> _Item:
-    stay = float(chain.plain[b])
-    kept = stay + float(chain.plain_out[b])
-    working = float(max(chain.flowing[b], sum(chain.early[b:])))
-    return _Item(b, b, "plain", -1, kept, stay, working, 0.0)
+def _plain_items(chain: Chain, first: int) -> Iterator[_Item]:
+    """Yield blocks ``first..j`` without a region, for each j: between them nothing is handed on but
+    what their derivatives read.
+    """
+    stay = need = 0.0
+    for j in range(first, chain.count):
+        stay += float(chain.plain[j])
+        need = max(need, stay + max(chain.flowing[j], sum(chain.early[j:])))
+        kept = stay + float(chain.plain_out[first, j])
+        yield _Item(first, j, "plain", -1, kept, stay, need - stay, 0.0)
 
 
 def _undominated(items: Sequence[_Item]) -> list[_Item]:

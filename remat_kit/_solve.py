@@ -83,7 +83,7 @@ def proposed(
         graph: of the loss, or of the body of a scan.
         worth: what work is.
         tick: told what is worked on; may raise `KeyboardInterrupt`.
-        levels: how many prices of a byte are tried.
+        levels: how many prices of a byte are tried, twice as many in a graph that is not long.
         slots: into how many steps memory is divided.
         host_bandwidth: bytes a second to the host, one way; 0 where nothing is to be moved there.
     """
@@ -194,9 +194,9 @@ def _proposals(
         yield from _every_chain(len(graph.equations))
     cutter = Cutter(graph, worth)
     tick("what to keep")
-    prices = price_range(graph, levels)
-    everywhere = list(dict.fromkeys([frozenset(), *(cutter.cut(p).keep for p in prices)]))
     small = len(graph.equations) < _LONG
+    prices = price_range(graph, levels * (2 if small else 1))
+    everywhere = list(dict.fromkeys([frozenset(), *(cutter.cut(p).keep for p in prices)]))
     # What is the cheapest to keep by another measure fits budgets between those of this one's.
     besides = Worth.of_graph(graph, 0.0 if worth.flop_share >= 0.25 else 0.5)
     other = Cutter(graph, besides)

@@ -302,12 +302,12 @@ def test_the_chain_knows_what_its_schedules_take(share, monkeypatch):
     seen = []
     schedule = _chain.Composer.schedule
 
-    def spy(self, choice, chosen, m, size):
-        found = schedule(self, choice, chosen, m, size)
+    def spy(self, choice, chosen, region, m, size):
+        found = schedule(self, choice, chosen, region, m, size)
         cost = simulate(graph, found)
         t, room, work, deep = 0, m, 0.0, False
         while t < self.chain.count:
-            item = chosen[t][choice[t][room]]
+            item, region = chosen[t][choice[t][region][room]]
             deep |= item.form == "nest"  # its work depends on the room
             work += item.work
             room -= item.slots(size)[0]
