@@ -273,8 +273,8 @@ class _Item:
     ``form`` is "plain", "leaf" (one region), "hold" or "drop" (a region around one region per
     block), "nest" (a region that drops, around whatever the recursion finds best) or "loop".
     ``kept`` bytes are there while later blocks are differentiated, ``stay`` of them and ``working``
-    others while these are: what was only handed on is free by then. ``spared`` of the bytes kept are
-    not, if no region follows: what the next blocks make of them is kept there.
+    others while these are: what was only handed on is free by then. If no region comes next,
+    ``spared`` of the bytes kept are not: what the next block makes of them is kept there.
     """
 
     first: int
@@ -291,6 +291,10 @@ class _Item:
         """Return the slots of memory kept, and the slots that the item needs in all."""
         kept, stay = self.rounded(self.kept, size), self.rounded(self.stay, size)
         return kept, max(kept, stay + math.ceil(self.working / size))
+
+    def takes(self) -> tuple[float, float, float]:
+        """Return the bytes that it needs: before a region, before what is in none, by itself."""
+        return self.kept, self.kept - self.spared, self.stay + self.working
 
     def ways(self) -> list[tuple[_Item, int]]:
         """Return what it is before a region (1) and before what is in none (0)."""
@@ -580,8 +584,8 @@ def _undominated(items: Sequence[_Item]) -> list[_Item]:
     by_last: dict[int, list[_Item]] = {}
     for item in sorted(items, key=lambda i: (i.work, i.kept, i.working)):
         others = by_last.setdefault(item.last, [])
-        used = item.stay + item.working
-        if any(o.kept <= item.kept and o.stay + o.working <= used for o in others):
+        takes = item.takes()
+        if any(all(a <= b for a, b in zip(o.takes(), takes, strict=True)) for o in others):
             continue
         others.append(item)
         found.append(item)
