@@ -108,6 +108,7 @@ def test_frontier_says_what_every_point_takes(front):
     [
         *(("gpt12", "cpu", 0.3), ("gpt12", "h100", 0.3), ("gpt72scan", "cpu", 0.3)),
         *(("gpt72scan", "h100", 0.3), ("resnet50", "h100", 0.3), ("resnet50", "cpu", 0.4)),
+        *(("resnet152", "cpu", 0.3), ("nasnet", "cpu", 0.3)),
     ],
 )
 def test_plans_of_real_models_are_near_the_bound(model, chip, least):
@@ -118,10 +119,15 @@ def test_plans_of_real_models_are_near_the_bound(model, chip, least):
     assert all(
         bounds.seconds(p.cost.peak_bytes) <= p.extra_seconds * (1 + 1e-6) for p in front.points
     )
-    for budget in np.arange(least, 1, 0.1):
+
+    def gap(budget):
         room = front.argument_bytes + budget * activations
         fitting = [p for p in front.points if p.predicted_peak_bytes <= room]
-        assert min(fitting, key=lambda p: p.extra_seconds).gap <= 0.05, budget
+        return min(fitting, key=lambda p: p.extra_seconds).gap
+
+    assert max(map(gap, np.arange(least, 1, 0.1))) <= 0.05
+    # A little less memory costs little.
+    assert gap(0.95) <= 0.015
 
 
 def test_objectives_spend_least_of_what_they_say():
