@@ -1,7 +1,7 @@
 """A graph condensed into a chain of blocks, and the schedules that put its blocks together best.
 
 The program is cut where few bytes are alive. A dynamic program over the chain then puts blocks
-together: a block kept as it is; one region over some blocks that keeps what one of its levels
+together: some blocks in no region; one region over some blocks that keeps what one of its levels
 says; a region around such regions that holds what they keep (so that what lies between them is
 rebuilt late and dropped early) or drops it (the recursion of Beaumont et al., "Optimal
 checkpointing for heterogeneous chains", 2019, whose special case for equal steps is Griewank's
@@ -326,7 +326,7 @@ class Composer:
         self.loops = loops
         self.host_bandwidth = host_bandwidth
         self.parts: dict[tuple[int, int, int], frozenset[int]] = {}
-        self.plain_out = chain.level(frozenset()).out
+        self.handed_on = chain.level(frozenset()).out
 
     @functools.cached_property
     def items(self) -> list[list[_Item]]:
@@ -368,7 +368,7 @@ class Composer:
                 extra = work + between
                 found.append(_Item(s, j, "hold", number, *both, grouped_peak, extra, spared))
                 extra = chain.forward[s : j + 1].sum() + work
-                out = self.plain_out[s, j] + early  # what it keeps inside is handed on too
+                out = self.handed_on[s, j] + early  # what it keeps inside is handed on too
                 found.append(_Item(s, j, "drop", number, out, early, dropped_peak, extra))
             inner += level.out[j, j]
             between += level.pass_on[j]
@@ -491,7 +491,7 @@ class Composer:
         found: list[list[_Item]] = [[] for _ in range(k)]
         if chain.scans.any() or k > 160 or k < 3:
             return found
-        out = self.plain_out
+        out = self.handed_on
         singles: list[list[_Item]] = []
         for b in range(k):
             options = [next(_plain_items(chain, b))]
@@ -553,7 +553,7 @@ class Composer:
             if pick >= 1000:
                 j = pick - 1000
                 inside = self.backtrack(s, j, room)
-                room -= round(self.plain_out[s, j] / size)
+                room -= round(self.handed_on[s, j] / size)
                 parts.append(Segment(cuts[s], cuts[j + 1], inside=inside, hold=False))
                 s = j + 1
                 continue
