@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -266,8 +267,7 @@ class Chain:
 # -- putting blocks together ----------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Item:
+class _Item(NamedTuple):
     """Some consecutive blocks treated alike, as the chain sees them.
 
     ``form`` is "plain", "leaf" (one region), "hold" or "drop" (a region around one region per
@@ -292,15 +292,12 @@ class _Item:
         kept, stay = self.rounded(self.kept, size), self.rounded(self.stay, size)
         return kept, max(kept, stay + math.ceil(self.working / size))
 
-    def takes(self) -> tuple[float, float, float]:
-        """Return the bytes that it needs: before a region, before what is in none, by itself."""
-        return self.kept, self.kept - self.spared, self.stay + self.working
-
     def ways(self) -> list[tuple[_Item, int]]:
         """Return what it is before a region (1) and before what is in none (0)."""
         if self.form == "plain":  # two of them are one
             return [(self, 1)]
-        return [(self, 1), (dataclasses.replace(self, kept=self.kept - self.spared), 0)]
+        less = self._replace(kept=self.kept - self.spared) if self.spared else self
+        return [(self, 1), (less, 0)]
 
     def rounded(self, amount: float, size: float) -> int:
         """Return an amount in slots, up or down by turns over the blocks, so that errors of equal
@@ -329,8 +326,8 @@ class Composer:
         self.handed_on = chain.level(frozenset()).out
 
     @functools.cached_property
-    def items(self) -> list[list[_Item]]:
-        """The items of a few blocks that are worth having, by their first block."""
+    def items(self) -> list[list[tuple[_Item, int]]]:
+        """The items of a few blocks that are worth having, as `ways`, by their first block."""
         chain = self.chain
         k = chain.count
         found: list[list[_Item]] = [[] for _ in range(k)]
@@ -342,7 +339,7 @@ class Composer:
             for s in range(k):
                 if not chain.scans[s]:
                     found[s] += self.group_items(number, level, s)
-        return [_undominated(options) for options in found]
+        return [[w for item in _undominated(options) for w in item.ways()] for options in found]
 
     def group_items(self, number: int, level: Level, s: int) -> list[_Item]:
         chain = self.chain
@@ -410,7 +407,7 @@ class Composer:
         chosen: list[list[tuple[_Item, int]]] = []
         memory = np.arange(slots + 1)
         for t in range(k - 1, -1, -1):
-            options = [way for item in items[t] + nested[t] for way in item.ways()]
+            options = [*items[t], *(way for item in nested[t] for way in item.ways())]
             chosen.append(options)
             for number, (item, follower) in enumerate(options):
                 kept, need = item.slots(size)
@@ -514,7 +511,7 @@ class Composer:
                 for number, item in enumerate(singles[s]):
                     # The last block inside a region hands on to nothing inside it.
                     if s == t:
-                        item = dataclasses.replace(item, kept=item.stay)
+                        item = item._replace(kept=item.stay)
                     kept_slots, need = item.slots(size)
                     if need > slots or rest is None:
                         continue
@@ -581,13 +578,14 @@ def _plain_items(chain: Chain, first: int) -> Iterator[_Item]:
 def _undominated(items: Sequence[_Item]) -> list[_Item]:
     """Leave out items that take no less of anything than another over the same blocks."""
     found: list[_Item] = []
-    by_last: dict[int, list[_Item]] = {}
+    by_last: dict[int, list[tuple[float, float, float]]] = {}
     for item in sorted(items, key=lambda i: (i.work, i.kept, i.working)):
         others = by_last.setdefault(item.last, [])
-        takes = item.takes()
-        if any(all(a <= b for a, b in zip(o.takes(), takes, strict=True)) for o in others):
+        # Before a region, before what is in none, by itself.
+        kept, less, used = item.kept, item.kept - item.spared, item.stay + item.working
+        if any(a <= kept and b <= less and c <= used for a, b, c in others):
             continue
-        others.append(item)
+        others.append((kept, less, used))
         found.append(item)
     return found
 
