@@ -26,6 +26,7 @@ import dataclasses
 import enum
 import fnmatch
 import functools
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -1383,6 +1384,11 @@ class Planned(Structural):
     def __repr__(self) -> str:
         lines = ", ".join(map(repr, (self.program, *self.lines)))
         return f"planned({lines}{'' if self.strict else ', strict=False'})"
+
+    @property
+    def title(self) -> str:
+        """What reports call it: its text has a line for each block of a model."""
+        return f"plan {hashlib.sha256(repr(self).encode()).hexdigest()[:6]}"
 
 
 def planned(program: str, *lines: str, strict: bool = True) -> Planned:

@@ -25,7 +25,7 @@ from remat_kit._duplicates import Recomputed
 from remat_kit._graph import roll_up as roll_up
 from remat_kit._hlo import RecomputedOps
 from remat_kit._lint import Compiled, Lint, lints_of, raised_peak
-from remat_kit._policy import format_bytes
+from remat_kit._policy import Planned, format_bytes
 from remat_kit._reading import Reading, Traced, read
 from remat_kit._residuals import Residual
 from remat_kit._table import Table, cut, format_flops, format_seconds
@@ -124,7 +124,7 @@ def inspect(
 
 
 def policy_text(policy: Any) -> str:
-    """Return what reports call a policy: its name if it was given by one, else its repr.
+    """Return what reports call a policy: the name that it was given by, a plan's title, its repr.
 
     >>> from remat_kit import dots, save
     >>> policy_text(None), policy_text("dots"), policy_text(save(dots))
@@ -132,6 +132,8 @@ def policy_text(policy: Any) -> str:
     """
     if policy is None:
         return NO_POLICY
+    if isinstance(policy, Planned):
+        return policy.title
     return policy if isinstance(policy, str) else repr(policy)
 
 
@@ -219,7 +221,7 @@ class Report(_Shown):
     """What one policy makes of one loss.
 
     Attributes:
-        policy: its name or its text; ``none`` without one.
+        policy: its name or its text, a plan's title; ``none`` without one.
         saved: the intermediate values that are kept for the backward pass, in program order.
         inputs: the arguments and constants that the backward pass reads.
         recomputed: what the backward pass computes once more, most FLOPs first.
@@ -285,7 +287,7 @@ class Report(_Shown):
 
         The keys::
 
-            policy             str     the name or text of the policy, "none" without one
+            policy             str     the policy: name, text, a plan's title; "none" without one
             saved_bytes        int     intermediate values kept on the device
             offloaded_bytes    int     intermediate values kept in the host's memory
             saved              list    one object for each kept value, in program order:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -27,6 +28,7 @@ from remat_kit import (
     save,
 )
 from remat_kit._graph import roll_up
+from remat_kit._plan import plan as plan_of
 from remat_kit._report import policy_text
 from remat_kit._table import format_flops
 
@@ -44,6 +46,12 @@ W, X = f32(16, 16), f32(8, 16)
 
 def loss(w, x):
     return jnp.sum(jnp.sin(jnp.exp(x @ w) @ w))
+
+
+def tower(w, x):
+    for _ in range(4):
+        x = jnp.sin(x @ w)
+    return jnp.sum(x**2)
 
 
 def rich_text(shown, **kwargs):
@@ -137,6 +145,16 @@ def test_names_of_policies():
     assert policy_text(None) == "none"
     assert inspect(loss, W, X, policy=save(dots)).policy == "save(dots)"
     assert inspect(loss, W, X, label="mine").policy == "mine"
+
+
+def test_a_plan_has_a_short_name():
+    """Its text has a line for each block, which is no cell of a table."""
+    plan, other = plan_of(loss, W, X, budget="min"), plan_of(tower, W, X, budget="min")
+    report = inspect(loss, W, X, policy=plan)
+    assert re.fullmatch(r"plan [0-9a-f]{6}", report.policy)
+    assert report.policy == policy_text(plan.policy) != policy_text(other)
+    assert report.policy in str(report)
+    assert plan.program not in str(report)
 
 
 def test_errors_name_the_call():
