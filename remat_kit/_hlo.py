@@ -192,22 +192,24 @@ def recomputed_ops(hlo: str | Program) -> RecomputedOps:
         ValueError: the text holds no entry computation.
     """
     program = parse(hlo) if isinstance(hlo, str) else hlo
-    forward: dict[_Key, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-    again: dict[_Key, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    forward: defaultdict[_Key, _Values] = defaultdict(lambda: defaultdict(set))
+    again: defaultdict[_Key, dict[int, _Values]] = defaultdict(dict)
     sources: dict[_Key, str] = {}
     for instruction, value in _values(program):
         key = _key(instruction)
         if key is None:
             continue
         if MARK in instruction.op_name:
-            again[key][instruction.opcode].add(value)
+            depth = _depth(instruction.op_name)
+            again[key].setdefault(depth, defaultdict(set))[instruction.opcode].add(value)
             sources.setdefault(key, instruction.source)
         elif "transpose(" not in instruction.op_name:
             forward[key][instruction.opcode].add(value)
     ops, unmatched = [], []
-    for key, recomputed in again.items():
-        marked = _executions(recomputed)
-        matched = min(marked, _executions(forward[key])) if key in forward else 0
+    for key, by_depth in again.items():
+        originals = _executions(forward[key]) if key in forward else 0
+        runs_again = [*map(_executions, by_depth.values())]
+        marked, matched = sum(runs_again), sum(min(n, originals) for n in runs_again)
         if matched:
             ops.append(RecomputedOp(key.primitive, key.module, matched, sources[key], key.heavy))
         if matched < marked:
@@ -251,6 +253,9 @@ def module_and_primitive(op_name: str) -> tuple[str, str]:
 # -- from op_name to a key ------------------------------------------------------------------
 
 
+_Values = Mapping[str, set[int]]  # by opcode
+
+
 @dataclass(frozen=True)
 class _Key:
     module: str
@@ -270,7 +275,12 @@ def _key(instruction: Instruction) -> _Key | None:
     return _Key(module, primitive, heavy)
 
 
-def _executions(values_by_opcode: Mapping[str, set[int]]) -> int:
+def _depth(op_name: str) -> int:
+    """Return how many regions are around the recomputation: each of them recomputes by itself."""
+    return [*_split(op_name.partition(MARK)[0])].count("checkpoint")
+
+
+def _executions(values_by_opcode: _Values) -> int:
     """Return how often a primitive runs: one run may be several instructions of several opcodes."""
     return min(len(values) for values in values_by_opcode.values())
 

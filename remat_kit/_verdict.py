@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field
 from typing import Any
 
 import jax
@@ -62,10 +63,17 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What a region asks to be computed twice: how many, and how many operations, by primitive."""
+    """What a region asks to be computed again, by primitive.
 
-    counts: Counter[str]
-    flops: defaultdict[str, float]
+    Attributes:
+        counts: how many operations; what regions in regions compute several times counts so often.
+        flops: theirs.
+        originals: how many operations of the forward pass they repeat.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    flops: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    originals: Counter[str] = field(default_factory=Counter)
 
 
 def verdicts(
@@ -101,7 +109,7 @@ def verdicts(
     dropped = _dropped_offload(residuals, memory)
     found = []
     for region in regions:
-        wanted = asked.get(region, _Asked(Counter(), defaultdict(float)))
+        wanted = asked.get(region, _Asked())
         kept = _kept_fraction(wanted, present[region], forward[region])
         offloads = sum(
             r.bytes for r in residuals if r.memory != "device" and place.of(r.module) == region
@@ -129,13 +137,14 @@ class _Places:
 
 def _asked(gradient: Gradient) -> dict[str, _Asked]:
     paths = region_paths(gradient)
+    firsts = Counter(op.numbers[0] for op in gradient.ops() if op.numbers and not op.recomputed)
     found: dict[str, _Asked] = {}
     for duplicate in duplicates(gradient):
-        number = duplicate.twin.numbers[0]
-        region = paths.get(number, duplicate.twin.module)
-        asked = found.setdefault(region, _Asked(Counter(), defaultdict(float)))
-        asked.counts[duplicate.twin.primitive] += 1
-        asked.flops[duplicate.twin.primitive] += duplicate.op.flops
+        twin, number = duplicate.twin, duplicate.twin.numbers[0]
+        asked = found.setdefault(paths.get(number, twin.module), _Asked())
+        asked.counts[twin.primitive] += 1
+        asked.flops[twin.primitive] += duplicate.op.flops
+        asked.originals[twin.primitive] += firsts.pop(number, 0)
     return found
 
 
@@ -165,15 +174,15 @@ def _kept_fraction(asked: _Asked, present: Counter[str], forward: Counter[str]) 
     """The share of the operations asked for that the compiled program still does twice.
 
     Weighed by FLOPs. What only moves data says nothing: it is fused away at no cost. Where the
-    compiler merged several operations of the forward pass, it merges those of the recompute too.
+    compiler merged equal operations of the forward pass, it merges those of the recompute too.
     """
     total = sum(asked.flops.values())
     if not total:
         return 1.0
     kept = 0.0
     for primitive, flops in asked.flops.items():
-        possible = min(asked.counts[primitive], forward[primitive])
-        if possible:
+        unmerged = min(1.0, forward[primitive] / max(1, asked.originals[primitive]))
+        if possible := unmerged * asked.counts[primitive]:
             kept += flops * min(1.0, present[primitive] / possible)
     return kept / total
 

@@ -213,6 +213,29 @@ def test_block_with_nothing_saved_runs_its_products_twice(name):
 
 
 @pytest.mark.parametrize("name", TARGETS)
+def test_each_of_the_regions_around_a_product_runs_it_again(name):
+    """The first block is in as many regions as there are blocks, the last in one."""
+
+    def blocks(ws, x):
+        if not ws:
+            return x
+        x = jax.checkpoint(blocks)(ws[:-1], x)
+        with jax.named_scope(f"block_{len(ws) - 1}"):
+            return jnp.tanh(x @ ws[-1])
+
+    def loss(ws, x):
+        return jnp.sum(jax.checkpoint(blocks)(ws, x) ** 2)
+
+    args = ([struct(64, 64)] * DEPTH, struct(512, 64))
+    found = recomputed_ops(compiled(loss, args, name).hlo_text)
+    if name == "cpu" and _jax.JAX_VERSION < (0, 11):
+        return  # see above
+    by_module = {m: n for m, n in found.by_module.items() if m}
+    assert by_module == {f"block_{i}": 2 * (DEPTH - i) for i in range(DEPTH)}
+    assert not any(op.heavy for op in found.unmatched)
+
+
+@pytest.mark.parametrize("name", TARGETS)
 def test_program_without_regions_recomputes_nothing(name):
     program = compiled(chain(lambda f: f), ARGS, name)
     assert "dot_general" in program.hlo_text
