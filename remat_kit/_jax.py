@@ -103,11 +103,7 @@ def pooling_with_late_zeros(eqn: Any) -> Any:
     (x,) = eqn.invars
     if any(d != 1 for d in dilation) or not jnp.issubdtype(x.aval.dtype, jnp.floating):
         return eqn
-    pooled = _pooled(eqn.primitive, tuple(sorted(eqn.params.items())))
-    (late,) = jax.make_jaxpr(pooled)(x.aval).eqns
-    return late.replace(
-        invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx
-    )
+    return _in_place_of(eqn, _pooled(eqn.primitive, tuple(sorted(eqn.params.items()))))
 
 
 @functools.lru_cache(maxsize=256)
@@ -147,6 +143,42 @@ def _like(primitive: Any) -> Any:
     ad.primitive_jvps[made] = jvp
     batching.fancy_primitive_batchers[made] = batching.fancy_primitive_batchers[primitive]
     return made
+
+
+def relu_by_output(eqn: Any) -> Any:
+    """Return a `jax.nn.relu` as an equation whose derivative is taken from its output.
+
+    JAX asks whether the input is positive. XLA's CPU compiler then keeps the input beside the
+    output where a region that follows needs that: the plan of ResNet-50 for 0.9 of its memory
+    takes 7243 MiB instead of 5920 (jax 0.12). Other equations are returned as they are. Values and
+    derivatives are the same to the bit.
+
+    `rule_of` finds the rule of `jax.nn.relu` on 0.10.2 and 0.12.
+    """
+    if eqn.primitive.name != "custom_jvp_call" or rule_of(eqn) is not jax.nn.relu.jvp:
+        return eqn
+    return _in_place_of(eqn, _relu)
+
+
+@jax.custom_jvp
+def _relu(x: Any) -> Any:
+    return jnp.maximum(x, 0)
+
+
+@_relu.defjvp
+def _relu_derivative(primals: Any, tangents: Any) -> Any:
+    (x,), (dx,) = primals, tangents
+    # The barrier keeps XLA from seeing that the input tells the sign as well.
+    out = jax.lax.optimization_barrier(_relu(x))
+    return out, jax.lax.select(out > 0, dx, jax.lax.full_like(dx, 0))
+
+
+def _in_place_of(eqn: Any, fn: Any) -> Any:
+    """Return the one equation that a function of one array traces to, in the place of another."""
+    (found,) = jax.make_jaxpr(fn)(eqn.invars[0].aval).eqns
+    return found.replace(
+        invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx
+    )
 
 
 _gather_p = _like(windowed_reductions.select_and_gather_add_p)
