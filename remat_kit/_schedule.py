@@ -357,7 +357,7 @@ def _written_down(values: dict[Any, Any]) -> dict[Any, Any]:
     later block, so that all of its terms live on to the last one: ResNet-152 then takes 1051 MiB
     where 634 are planned for (jax 0.12). In the backward pass it does the same to the sum of the
     cotangents of what a region is given, where parts of the region read it one after the other:
-    the least plan of DenseNet-201 then takes 681 MiB instead of 528.
+    the dense block in `tests/test_plan.py` then takes 117 MiB instead of 88.
     """
     floats = {v: x for v, x in values.items() if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)}
     if not floats:

@@ -449,9 +449,7 @@ def test_cotangents_of_what_a_region_is_given_are_summed_as_they_come():
     loss, args = load("densenet").build(stages=(6, 1), batch=8, image=112)
     program = _schedule.flat_program(jax.make_jaxpr(loss)(*args))
     layers = [i for i, e in enumerate(program.eqns) if e.primitive.name == "concatenate"][:6]
-    stem = (
-        next(i for i, e in enumerate(program.eqns) if e.primitive.name == "reduce_window_max") + 1
-    )
+    stem = 1 + [e.primitive.name for e in program.eqns].index("reduce_window_max")
     nest = f"{stem}:{layers[1]}"
     for start, stop in itertools.pairwise(layers[1:]):
         nest = f"{stem}:{stop} drop ({nest}; {start}:{stop} plain)"
@@ -475,8 +473,8 @@ def test_a_relu_that_a_region_reads_is_kept_once():
     program = _schedule.flat_program(jax.make_jaxpr(stack)(*args))
     names = [e.primitive.name for e in program.eqns]
     relus = [i + 1 for i, name in enumerate(names) if name == "custom_jvp_call"]
-    ends = [i + 3 for i, name in enumerate(names) if name == "sin"][1::2]
-    bounds = [0, *itertools.chain(*zip(relus, [i - 1 for i in ends], strict=True)), len(names)]
+    ends = [i + 2 for i, name in enumerate(names) if name == "sin"][1::2]
+    bounds = [0, *itertools.chain(*zip(relus, ends, strict=True)), len(names)]
     kinds = itertools.cycle(("plain", ""))
     pairs = itertools.pairwise(bounds)
     lines = [f"{lo}:{hi} {kind}".strip() for (lo, hi), kind in zip(pairs, kinds, strict=False)]
@@ -706,7 +704,7 @@ def test_most_plans_are_predicted_before_any_compile():
                 ratios += [first / p["compiled_peak_bytes"] for first, p in found if first]
     assert len(ratios) > 100
     assert max(abs(ratio - 1) for ratio in ratios) < 0.15
-    assert np.mean([abs(ratio - 1) <= 0.04 for ratio in ratios]) > 0.75
+    assert np.mean([abs(ratio - 1) <= 0.04 for ratio in ratios]) > 0.8
 
 
 # -- maxima over windows ----------------------------------------------------------------------

@@ -28,7 +28,6 @@ from remat_kit import (
     save,
 )
 from remat_kit._graph import roll_up
-from remat_kit._plan import plan as plan_of
 from remat_kit._report import policy_text
 from remat_kit._table import format_flops
 
@@ -149,7 +148,7 @@ def test_names_of_policies():
 
 def test_a_plan_has_a_short_name():
     """Its text has a line for each block, which is no cell of a table."""
-    plan, other = plan_of(loss, W, X, budget="min"), plan_of(tower, W, X, budget="min")
+    plan, other = (remat_kit.plan(f, W, X, budget="min") for f in (loss, tower))
     report = inspect(loss, W, X, policy=plan)
     assert re.fullmatch(r"plan [0-9a-f]{6}", report.policy)
     assert report.policy == policy_text(plan.policy) != policy_text(other)
