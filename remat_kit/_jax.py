@@ -30,6 +30,7 @@ from jax._src import (
 )
 from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax._src.lax import windowed_reductions
+from jax.custom_derivatives import SymbolicZero
 
 JAX_VERSION: tuple[int, ...] = jax.__version_info__
 
@@ -174,11 +175,92 @@ def _relu_derivative(primals: Any, tangents: Any) -> Any:
 
 
 def _in_place_of(eqn: Any, fn: Any) -> Any:
-    """Return the one equation that a function of one array traces to, in the place of another."""
-    (found,) = jax.make_jaxpr(fn)(eqn.invars[0].aval).eqns
+    """Return the one equation that a function traces to, in the place of another."""
+    (found,) = jax.make_jaxpr(fn)(*(v.aval for v in eqn.invars)).eqns
     return found.replace(
         invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx
     )
+
+
+# XLA's CPU compiler transposes what the gradient of a convolution's kernel reads, and does so in
+# the forward pass, as nothing holds the copy back. Where a region keeps the array as well, both
+# live until the backward pass. The two primitives below tie the copy to the cotangent.
+# Seen on 0.10.2, 0.12.
+
+_CONV = jax.lax.conv_general_dilated_p
+_BITS = {
+    np.dtype(t): np.dtype(f"uint{jnp.finfo(t).bits}")
+    for t in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+}
+
+
+def convolution_with_late_copies(eqn: Any) -> Any:
+    """Return a convolution as an equation whose derivative copies its input late on CPUs.
+
+    Other equations are returned as they are. Values and derivatives are the same to the bit.
+    """
+    if eqn.primitive is not _CONV or any(v.aval.dtype not in _BITS for v in eqn.invars):
+        return eqn
+    return _in_place_of(eqn, _convolution(tuple(sorted(eqn.params.items()))))
+
+
+@functools.lru_cache(maxsize=256)
+def _convolution(given: tuple[tuple[str, Any], ...]) -> Any:
+    params = dict(given)
+
+    @jax.custom_jvp
+    def convolution(x: Any, kernel: Any) -> Any:
+        return _CONV.bind(x, kernel, **params)
+
+    def derivative(primals: Any, tangents: Any) -> Any:
+        (x, kernel), (dx, dkernel) = primals, tangents
+        out = _CONV.bind(x, kernel, **params)
+        terms = [
+            primitive.bind(*values, **params)
+            for primitive, tangent, values in (
+                (_CONV, dx, (dx, kernel)),
+                (_conv_p, dkernel, (x, dkernel)),
+            )
+            if type(tangent) is not SymbolicZero
+        ]
+        return out, functools.reduce(jax.lax.add, terms) if terms else jnp.zeros_like(out)
+
+    convolution.defjvp(derivative, symbolic_zeros=True)
+    return convolution
+
+
+def _conv_transpose(ct: Any, x: Any, kernel: Any, **params: Any) -> list[Any]:
+    if ad.is_undefined_primal(kernel) and type(ct) is not ad_util.Zero:
+        x = _after_p.bind(x, ct)
+    return ad.primitive_transposes[_CONV](ct, x, kernel, **params)
+
+
+_conv_p = core.Primitive(_CONV.name)
+_conv_p.def_impl(functools.partial(dispatch.apply_primitive, _conv_p))
+_conv_p.def_effectful_abstract_eval(_CONV.abstract_eval)
+ad.primitive_jvps[_conv_p] = ad.primitive_jvps[_CONV]
+ad.primitive_transposes[_conv_p] = _conv_transpose
+batching.fancy_primitive_batchers[_conv_p] = batching.fancy_primitive_batchers[_CONV]
+
+# An array, to be had once another one is there.
+_after_p = core.Primitive("after")
+_after_p.def_impl(lambda x, y: x)
+_after_p.def_abstract_eval(lambda x, y: x)
+ad.defjvp(_after_p, lambda dx, x, y: _after_p.bind(dx, y), None)
+ad.primitive_transposes[_after_p] = lambda ct, x, y: [_after_p.bind(ct, y), None]
+batching.primitive_batchers[_after_p] = lambda values, dims: (_after_p.bind(*values), dims[0])
+
+
+def _after(x: Any, y: Any) -> Any:
+    """Fill an array's bits up with those of a zero that is made of the other one.
+
+    Without the barrier XLA makes the array anew from what it was made of, which is then kept too.
+    """
+    if not x.size or not y.size:
+        return x
+    bits = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(x), _BITS[x.dtype])
+    zero = jax.lax.bitcast_convert_type(_zero_after(y), _BITS[y.dtype]).astype(bits.dtype)
+    return jax.lax.bitcast_convert_type(bits | zero, x.dtype)
 
 
 _gather_p = _like(windowed_reductions.select_and_gather_add_p)
@@ -246,6 +328,9 @@ def _lower(primitive: Any, function: Any, platform: str | None = None) -> None:
 _lower(_gather_p, windowed_reductions.select_and_gather_add_p.bind)
 _lower(_scatter_p, windowed_reductions.select_and_scatter_add_p.bind)
 _lower(_scatter_p, _late_scatter, "gpu")
+_lower(_conv_p, _CONV.bind)
+_lower(_after_p, lambda x, y: x)
+_lower(_after_p, _after, "cpu")
 
 
 def has_effects(eqn: Any) -> bool:

@@ -331,6 +331,7 @@ def run(
             env.update(_written_down({v: env[v] for v in reads}))
             loops = dict(stretch.loops)
             for place, eqn in enumerate(eqns, stretch.start):
+                eqn = _jax.convolution_with_late_copies(eqn)
                 if entering.intersection(eqn.outvars):
                     eqn = _jax.relu_by_output(eqn)
                 values = [read(v) for v in eqn.invars]
