@@ -46,7 +46,8 @@ class Tensor:
 
     Attributes:
         index: its place in ``CostGraph.tensors``.
-        bytes: of the array; 0 for an argument or a constant, which live anyway.
+        bytes: of the array as the compiler stores it; 0 for an argument or a constant, which live
+            anyway.
         producer: the equation that makes it, -1 for an argument or a constant.
         position: which of the producer's outputs it is.
         users: the equations that read it, in order.
@@ -409,17 +410,22 @@ def trace(
 
 
 def _build(
-    program: Program, active_in: Sequence[bool], wanted: Sequence[bool], chip: Chip
+    program: Program,
+    active_in: Sequence[bool],
+    wanted: Sequence[bool],
+    chip: Chip,
+    stacked: bool = False,
 ) -> CostGraph:
-    return _Builder(program, chip).graph(active_in, wanted)
+    return _Builder(program, chip, stacked).graph(active_in, wanted)
 
 
 class _Builder:
     """Makes a cost graph of a flat program."""
 
-    def __init__(self, program: Program, chip: Chip):
+    def __init__(self, program: Program, chip: Chip, stacked: bool):
         self.program = program
         self.chip = chip
+        self.stacked = stacked
         self.index: dict[Any, int] = {}  # variable -> tensor
         self.made: list[tuple[Any, int, int]] = []  # aval, producer, position
 
@@ -494,8 +500,10 @@ class _Builder:
         for i, tensors in enumerate(reads):
             if makes[i] and all(t in constant for t in tensors) and not _jax.has_effects(eqns[i]):
                 constant.update(makes[i])
+        halved = self.rounded(reads, makes, rules, outputs)
         tensors = []
         for t, (aval, producer, position) in enumerate(self.made):
+            size = _graph.nbytes(aval) // (2 if t in halved else 1)
             in_memory = producer >= 0 and (
                 not fusible[producer]
                 or any(not fusible[u] and not _reduces(eqns[u]) for u in users[t])
@@ -504,7 +512,7 @@ class _Builder:
             tensors.append(
                 Tensor(
                     index=t,
-                    bytes=_graph.nbytes(aval) if producer >= 0 and t not in constant else 0,
+                    bytes=size if producer >= 0 and t not in constant else 0,
                     producer=producer,
                     position=position,
                     users=tuple(users[t]),
@@ -525,7 +533,33 @@ class _Builder:
             moved = traffic[i], written[i]
             built.append(self.equation(i, eqn, reads[i], makes[i], rules[i], moved, tensors))
         reuses = self.chip.platform != "tpu"
-        return CostGraph(tuple(tensors), tuple(built), tuple(outputs), self.program, reuses=reuses)
+        return CostGraph(
+            tuple(tensors), tuple(built), tuple(outputs), self.program, self.stacked, reuses
+        )
+
+    def rounded(
+        self,
+        reads: Sequence[tuple[int, ...]],
+        makes: Sequence[tuple[int, ...]],
+        rules: Sequence[_Derivative | None],
+        outputs: Sequence[int],
+    ) -> set[int]:
+        """The arrays that the compiler stores in half precision.
+
+        A TPU multiplies float32 matrices in bfloat16 unless it is told otherwise, and XLA writes
+        down in that type what nothing but such products read: a scanned attention of 692 MiB takes
+        1073 with ``jax.default_matmul_precision("highest")`` (v5e, jax 0.12).
+        """
+        if self.chip.platform != "tpu":
+            return set()
+        found, whole = set[int](), set(outputs)
+        for i, (eqn, rule) in enumerate(zip(self.program.eqns, rules, strict=True)):
+            if _is_rounding(eqn):
+                found.update(reads[i])
+            elif makes[i] or not is_view(eqn):
+                needs = self.places(eqn, makes[i], rule.needs) if rule else ()
+                whole.update(reads[i], needs)
+        return {t for t in found - whole if self.made[t][0].dtype == jnp.float32}
 
     def sources(
         self,
@@ -618,8 +652,7 @@ class _Builder:
     def body(self, eqn: Any, active: Sequence[bool]) -> CostGraph:
         program = flat_program(eqn.params["jaxpr"], self.program.path(eqn))
         flags = [False] * len(program.consts) + (list(active) or [False] * len(eqn.invars))
-        graph = _build(program, flags, [bool(active)] * len(program.outvars), self.chip)
-        return dataclasses.replace(graph, stacked=True)
+        return _build(program, flags, [bool(active)] * len(program.outvars), self.chip, True)
 
     def loop(self, eqn: Any, rule: _Derivative) -> Loop:
         consts, carry = _jax.scan_arity(eqn)
@@ -695,6 +728,15 @@ _HEAVY = frozenset(
     | {"all_gather", "all_to_all", "psum", "ppermute", "reduce_scatter", "approx_top_k"}
     | {"remat2", "checkpoint", "custom_lin", "ffi_call"}
 )
+
+
+def _is_rounding(eqn: Any) -> bool:
+    """Tell whether an equation is a product whose float32 operands a TPU rounds to bfloat16."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    precision = eqn.params["precision"]
+    given = precision if isinstance(precision, tuple) else (precision,)
+    return all(p in (None, jax.lax.Precision.DEFAULT) for p in given)
 
 
 def _reduces(eqn: Any) -> bool:

@@ -1,11 +1,14 @@
 """The cost graph of a loss, and the simulation of schedules over it."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import remat_kit
 from remat_kit import UserError, _cost, _residuals, _simulate
 from remat_kit._simulate import LoopPlan, Segment, simulate
 from remat_kit._target import target
@@ -51,6 +54,54 @@ def test_saved_bytes_are_those_of_the_residuals():
     graph = traced(loss, *args)
     kept = _residuals.saved_residuals(loss, args)
     assert graph.saved_bytes == sum(r.bytes for r in kept if not r.is_input)
+
+
+def attention(ws, x):
+    """The loss of a scan over layers with attention in each."""
+
+    def layer(x, ws):
+        h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
+        q, k, v = (h @ w for w in ws[:3])
+        return x + (jax.nn.softmax(q @ k.swapaxes(-1, -2) / 16) @ v) @ ws[3], None
+
+    return jnp.sum(jax.lax.scan(layer, x, ws)[0] ** 2)
+
+
+@pytest.mark.parametrize(
+    ("chip", "precision", "share"),
+    [("tpu-v5e", None, 2), ("tpu-v5e", "highest", 1), ("h100", None, 1)],
+)
+def test_tpus_store_what_only_products_read_in_half_precision(chip, precision, share):
+    args = (struct(4, 16, 16),) * 4, struct(2, 32, 16)
+    with jax.default_matmul_precision(precision):
+        (scan,) = (e for e in _cost.trace(attention, args, target(chip)).equations if e.loop)
+    graph = scan.loop.graph
+    dots = [e for e in graph.equations if e.primitive == "dot_general"]
+    read = {t for e in dots for t in e.reads if graph.tensors[t].producer >= 0}
+    rest = [e for e in graph.equations if e not in dots and e.makes]
+    others = {t for e in rest for t in (*e.reads, *e.needs)}
+    assert len(read - others) == 6  # norm, three projections, probabilities, their product
+    for t in read:
+        tensor = graph.tensors[t]
+        whole = 4 * math.prod(tensor.shape)
+        assert tensor.bytes == (whole if t in others else whole // share)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not target("tpu-v5e").available, reason="needs libtpu")
+def test_what_rounding_saves_on_a_tpu_is_what_its_compiler_says():
+    args = (struct(16, 256, 256),) * 4, struct(32, 256, 256)
+
+    def peaks(precision):
+        with jax.default_matmul_precision(precision):
+            found = remat_kit.frontier(attention, *args, target="tpu-v5e")
+            point = found.points[-1]
+            plain = remat_kit.policy(found.policy(point))(attention)
+            compiled = remat_kit.measure(plain, *args, target="tpu-v5e")
+            return np.array([point.predicted_peak_bytes, compiled.peak_bytes])
+
+    predicted, compiled = peaks("highest") - peaks(None)
+    assert predicted == pytest.approx(compiled, rel=0.05)
 
 
 def test_reshapes_are_no_tensors_of_their_own():
