@@ -547,8 +547,8 @@ class _Builder:
         """The arrays that the compiler stores in half precision.
 
         A TPU multiplies float32 matrices in bfloat16 unless it is told otherwise, and XLA writes
-        down in that type what nothing but such products read: a scanned attention of 692 MiB takes
-        1073 with ``jax.default_matmul_precision("highest")`` (v5e, jax 0.12).
+        down in that type what nothing but such products read (v5e, jax 0.12; `tests/test_cost.py`
+        compares it with ``jax.default_matmul_precision("highest")``).
         """
         if self.chip.platform != "tpu":
             return set()
