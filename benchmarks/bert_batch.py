@@ -122,7 +122,9 @@ class Way:
     def frontier(self, loss: Any, args: Any) -> remat_kit.Frontier:
         """Return the plans of a loss."""
         offload, _ = PLANS[self.layers.name]
-        return remat_kit.frontier(loss, *args, target=self.chip, offload=offload)
+        return remat_kit.frontier(
+            loss, *args, target=self.chip, objective="balanced", offload=offload
+        )
 
 
 def planned(loss: Any, args: Any, found: remat_kit.Frontier, point: remat_kit.Point) -> Step:

@@ -123,7 +123,7 @@ def row_on_a_slice(case: Case, policy: str, slice_: Slice) -> Row:
     loss = _slice.split_between_layers(loss, mesh)
     predicted = {}
     if budget or policy == "none":
-        found = remat_kit.frontier(loss, params, *batch, target="tpu-v5p")
+        found = remat_kit.frontier(loss, params, *batch, target="tpu-v5p", objective="balanced")
         point = chosen(found, budget) if budget else found.plain
         loss = remat_kit.policy(found.policy(point))(loss) if budget else loss
         predicted = {"predicted_activation_bytes": beside(found, point) // slice_.chips}

@@ -311,7 +311,9 @@ def bench(
     with loaded(_address(paper, models)) as builder:
         fn, args = builder.build(chosen)
         with builder.explained((fn, args)):
-            found = _frontier.frontier(fn, *args, target=chip, progress=progress)
+            found = _frontier.frontier(
+                fn, *args, target=chip, objective="balanced", progress=progress
+            )
             search = Search(
                 *(fn, args, 0, chip, found, compiles, progress or silent),
             )

@@ -210,13 +210,13 @@ def _add_plan(plan: argparse.ArgumentParser, frontier: argparse.ArgumentParser) 
     plan.add_argument(
         "--save", metavar="PATH", type=pathlib.Path, help="write the plan there, as a recipe"
     )
-    for command in (plan, frontier):
+    for command, default in ((plan, "balanced"), (frontier, "time")):
         command.add_argument(
             "--objective",
             metavar="O",
-            default="balanced",
+            default=default,
             help="what to spend least of: time (by the chip's roofline), flops, or balanced, the "
-            "mean of both as shares of the forward pass (default)",
+            f"mean of both as shares of the forward pass (default: {default})",
         )
         command.add_argument(
             "--optimizer",

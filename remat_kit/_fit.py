@@ -99,6 +99,7 @@ class Model:
                     *args,
                     target=chip or "cpu",
                     argnums=self._argnums,
+                    objective="balanced",
                     offload=PLANS[policy],
                 )
             return _remat.policy(found.policy(found.points[0]))(fn), args

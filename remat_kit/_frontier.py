@@ -213,7 +213,7 @@ def frontier(
     *args: Any,
     target: str | Target = "cpu",
     argnums: Argnums = 0,
-    objective: str = "balanced",
+    objective: str = "time",
     optimizer: Any = None,
     offload: bool = False,
     progress: Tick | None = None,
@@ -237,10 +237,11 @@ def frontier(
         args: arrays or `jax.ShapeDtypeStruct`, in pytrees.
         target: the chip whose rates turn operations and bytes into seconds.
         argnums: what to differentiate.
-        objective: what to spend least of: ``"time"``, by the chip's roofline; ``"flops"``; or
-            ``"balanced"``, the mean of the two, each as a share of the forward pass. A roofline
-            has matrix units run at their peak, which they do not, so time alone recomputes too
-            many convolutions; FLOPs alone recompute elementwise operations without an end.
+        objective: what to spend least of: ``"time"``, by the chip's roofline, which the bound is
+            of too; ``"flops"``; or ``"balanced"``, the mean of the two, each as a share of the
+            forward pass, which is what `plan` chooses by. A roofline has matrix units run at their
+            peak, which they do not, so time alone recomputes too many convolutions; FLOPs alone
+            recompute elementwise operations without an end.
         optimizer: an ``optax.GradientTransformation`` whose state is there too, as for `plan`.
         offload: whether what the iterations of scans keep may wait in the host's memory. Outside of
             scans compilers undo it or take more memory for it, so it is not proposed there.

@@ -248,7 +248,7 @@ def plan(
             ``"fit"``, what the chip has.
         target: the chip to compile for.
         argnums: what to differentiate.
-        objective: what to spend least of, as for `frontier`.
+        objective: what to spend least of, as for `frontier`, but that both count by default.
         optimizer: an ``optax.GradientTransformation``. What is compiled is then the whole training
             step: gradients, the optimizer's state, the update, and parameters and state donated;
             budgets count all of it.
