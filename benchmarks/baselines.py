@@ -33,7 +33,7 @@ import _common
 import numpy as np
 from _common import MIB, Case
 
-from remat_kit import _cost, _cut, _frontier, _graph, _simulate, _solve
+from remat_kit import _cost, _cut, _frontier, _fusion, _graph, _simulate, _solve
 from remat_kit._cost import CostGraph, Equation
 from remat_kit._policy import Decision, as_policy, path_matches
 from remat_kit._simulate import LoopPlan, Segment, Simulated, simulate
@@ -822,7 +822,7 @@ def closure_of(graph: CostGraph) -> tuple[int, ...]:
 
 
 def _is_expensive(graph: CostGraph, e: Equation) -> bool:
-    return any(graph.tensors[t].bytes for t in e.makes) and not _cost.is_fusible(
+    return any(graph.tensors[t].bytes for t in e.makes) and not _fusion.is_fusible(
         graph.program.eqns[e.index]
     )
 

@@ -30,7 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
-from remat_kit import _graph, _jax
+from remat_kit import _fusion, _graph, _jax
+from remat_kit._fusion import Flow, is_fusible, is_view, reduces
 from remat_kit._gradient import Argnums, abstract, gradient_program
 from remat_kit._graph import Program
 from remat_kit._region import equation_key
@@ -56,6 +57,7 @@ class Tensor:
         in_memory: whether the compiler writes it down when it is computed: False for what fuses
             into everything that reads it.
         active: whether a cotangent flows back to it.
+        cotangent_bytes: of that cotangent where the compiler writes it down, else 0.
         gradient_bytes: of the gradient of an argument that is differentiated, else 0.
         sources: the arrays that are held where it is needed later: itself where it is in memory,
             else those in memory that it is fused from, unless they are many more bytes than it.
@@ -70,6 +72,7 @@ class Tensor:
     dtype: str
     in_memory: bool
     active: bool
+    cotangent_bytes: int = 0
     gradient_bytes: int = 0
     sources: tuple[int, ...] = ()
 
@@ -238,8 +241,8 @@ class CostGraph:
         """
         out = [0] * len(self.equations)
         for tensor in self.tensors:
-            if tensor.active and tensor.in_memory and tensor.users:
-                out[tensor.users[-1]] += tensor.bytes
+            if tensor.cotangent_bytes and tensor.users:
+                out[tensor.users[-1]] += tensor.cotangent_bytes
         return out
 
     @functools.cached_property
@@ -247,8 +250,8 @@ class CostGraph:
         """Bytes of the cotangents that end when it is through with each: of what it makes."""
         out = [0] * len(self.equations)
         for tensor in self.tensors:
-            if tensor.active and tensor.in_memory and tensor.users:
-                out[tensor.producer] += tensor.bytes
+            if tensor.cotangent_bytes and tensor.users:
+                out[tensor.producer] += tensor.cotangent_bytes
         return out
 
     @functools.cached_property
@@ -332,7 +335,7 @@ class Arriving:
 
     Attributes:
         ends: bytes by the equation that made what they are of.
-        fused: those of arrays that are not in memory themselves, by that equation.
+        fused: those that are in memory nowhere else, by that equation.
         begins: the same by the equation that is the last to read it.
         fused_bytes: all of those.
     """
@@ -347,7 +350,7 @@ class Arriving:
         """Return what crosses a position of a graph."""
         tensors = [graph.tensors[t] for t in graph.crossing(position)]
         active = [t for t in tensors if t.active]
-        fused = [t for t in active if not t.in_memory]
+        fused = [t for t in active if not t.cotangent_bytes]
         return cls(
             _summed((t.producer, t.bytes) for t in active),
             _summed((t.producer, t.bytes) for t in fused),
@@ -482,50 +485,43 @@ class _Builder:
         outputs: Sequence[int],
     ) -> CostGraph:
         eqns = self.program.eqns
-        users: list[list[int]] = [[] for _ in self.made]
-        for i, tensors in enumerate(reads):
-            if makes[i] or not is_view(eqns[i]):
-                for t in tensors:
-                    users[t].append(i)
-        fusible = [is_fusible(e) for e in eqns]
-        derivative_reads: dict[int, bool] = {}
-        for i, rule in enumerate(rules):
-            if rule is not None:
-                # XLA's CPU compiler writes down what two fusions would both compute; others fuse
-                # cheap operations into every reader.
-                writes = self.chip.platform == "cpu" or not fusible[i]
-                for t in self.places(eqns[i], makes[i], rule.needs):
-                    derivative_reads[t] = derivative_reads.get(t, False) or writes
+        needs = [
+            tuple(self.places(e, makes[i], rule.needs)) if (rule := rules[i]) else ()
+            for i, e in enumerate(eqns)
+        ]
+        avals, producers, positions = zip(*self.made, strict=True) if self.made else ((), (), ())
+        flow = Flow(eqns, reads, makes, needs, avals, producers, reached, outputs)
+        found = _fusion.layout(flow, self.chip.platform, self.stacked)
         constant: set[int] = set()
-        for i, tensors in enumerate(reads):
-            if makes[i] and all(t in constant for t in tensors) and not _jax.has_effects(eqns[i]):
+        for i, inputs in enumerate(reads):
+            if makes[i] and all(t in constant for t in inputs) and not _jax.has_effects(eqns[i]):
                 constant.update(makes[i])
-        halved = self.rounded(reads, makes, rules, outputs)
-        tensors = []
-        for t, (aval, producer, position) in enumerate(self.made):
-            size = _graph.nbytes(aval) // (2 if t in halved else 1)
-            in_memory = producer >= 0 and (
-                not fusible[producer]
-                or any(not fusible[u] and not _reduces(eqns[u]) for u in users[t])
-                or derivative_reads.get(t, False)
-            )
+        tensors: list[Tensor] = []
+        for t, (aval, producer) in enumerate(zip(avals, producers, strict=True)):
+            stored = _graph.nbytes(aval) // (2 if t in found.halved else 1)
+            size = stored if producer >= 0 and t not in constant else 0
+            users = tuple(flow.users[t])
             tensors.append(
                 Tensor(
                     index=t,
-                    bytes=size if producer >= 0 and t not in constant else 0,
+                    bytes=size,
                     producer=producer,
-                    position=position,
-                    users=tuple(users[t]),
+                    position=positions[t],
+                    users=users,
                     shape=tuple(getattr(aval, "shape", ())),
                     dtype=str(getattr(aval, "dtype", "")),
-                    in_memory=in_memory,
+                    in_memory=found.written[t],
                     active=t in reached,
+                    cotangent_bytes=size if found.flowing[t] else 0,
                     gradient_bytes=_graph.nbytes(aval) if producer < 0 and t in reached else 0,
-                    sources=self.sources(t, producer, in_memory, reads, tensors, len(users[t])),
+                    sources=self.sources(t, producer, found.written[t], reads, tensors, len(users)),
                 )
             )
         traffic = _traffic(
-            reads, makes, tensors, [_graph.nbytes(a) for a, _, _ in self.made], fusible
+            reads,
+            makes,
+            tensors,
+            [_graph.nbytes(a) for a in avals],
         )
         written = _to_written(traffic, makes, tensors)
         built = []
@@ -536,30 +532,6 @@ class _Builder:
         return CostGraph(
             tuple(tensors), tuple(built), tuple(outputs), self.program, self.stacked, reuses
         )
-
-    def rounded(
-        self,
-        reads: Sequence[tuple[int, ...]],
-        makes: Sequence[tuple[int, ...]],
-        rules: Sequence[_Derivative | None],
-        outputs: Sequence[int],
-    ) -> set[int]:
-        """The arrays that the compiler stores in half precision.
-
-        A TPU multiplies float32 matrices in bfloat16 unless it is told otherwise, and XLA writes
-        down in that type what nothing but such products read (v5e, jax 0.12; `tests/test_cost.py`
-        compares it with ``jax.default_matmul_precision("highest")``).
-        """
-        if self.chip.platform != "tpu":
-            return set()
-        found, whole = set[int](), set(outputs)
-        for i, (eqn, rule) in enumerate(zip(self.program.eqns, rules, strict=True)):
-            if _is_rounding(eqn):
-                found.update(reads[i])
-            elif makes[i] or not is_view(eqn):
-                needs = self.places(eqn, makes[i], rule.needs) if rule else ()
-                whole.update(reads[i], needs)
-        return {t for t in found - whole if self.made[t][0].dtype == jnp.float32}
 
     def sources(
         self,
@@ -645,7 +617,7 @@ class _Builder:
 
     def seconds(self, eqn: Any, flops: float, traffic: float) -> float:
         moving = traffic / self.chip.bandwidth_bytes_per_second
-        if is_fusible(eqn) or _reduces(eqn):
+        if is_fusible(eqn) or reduces(eqn):
             return moving
         return max(flops / _rate(self.chip, eqn), moving)
 
@@ -696,69 +668,6 @@ _FUSED_FROM = 1.5
 # -- one equation ---------------------------------------------------------------------------------
 
 
-_VIEWS = frozenset(
-    {"reshape", "squeeze", "expand_dims", "transpose", "copy", "copy_p", "stop_gradient"}
-    | {"optimization_barrier", "sharding_constraint", "pvary", "rev"}
-)
-
-
-def is_view(eqn: Any) -> bool:
-    """Tell whether an equation's output is its input in another form, with no bytes of its own."""
-    name = eqn.primitive.name
-    if name in ("reshape", "squeeze", "expand_dims", "transpose", "copy", "copy_p"):
-        return len(eqn.outvars) == 1
-    return _graph.is_identity(eqn)
-
-
-_HEAVY = frozenset(
-    {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scan", "while"}
-    | {"cond", "sort", "gather", "custom_vjp_call", "pallas_call", "fft", "top_k", "shard_map"}
-    | {
-        "random_bits",
-        "threefry2x32",
-        "rng_bit_generator",
-        "rng_uniform",
-        "custom_call",
-        "cumsum",
-        "cumprod",
-        "cummax",
-        "cummin",
-    }
-    | {"cumlogsumexp", "cholesky", "triangular_solve", "lu", "qr", "eigh", "svd", "argsort"}
-    | {"all_gather", "all_to_all", "psum", "ppermute", "reduce_scatter", "approx_top_k"}
-    | {"remat2", "checkpoint", "custom_lin", "ffi_call"}
-)
-
-
-def _is_rounding(eqn: Any) -> bool:
-    """Tell whether an equation is a product whose float32 operands a TPU rounds to bfloat16."""
-    if eqn.primitive.name != "dot_general":
-        return False
-    precision = eqn.params["precision"]
-    given = precision if isinstance(precision, tuple) else (precision,)
-    return all(p in (None, jax.lax.Precision.DEFAULT) for p in given)
-
-
-def _reduces(eqn: Any) -> bool:
-    name = eqn.primitive.name
-    return (name.startswith("reduce_") and name != "reduce_precision") or name in (
-        "argmax",
-        "argmin",
-    )
-
-
-def is_fusible(eqn: Any) -> bool:
-    """Tell whether compilers fuse an operation into what reads its result."""
-    name = eqn.primitive.name
-    if name in _HEAVY or name.startswith(("scatter", "select_and")) or _reduces(eqn):
-        return False
-    if _graph.checkpoint_name_of(eqn) is not None:
-        return True
-    if _jax.hi_primitive(eqn) is not None:
-        return False
-    return all(is_fusible(e) for b in _graph.bodies(eqn) for e in getattr(b.jaxpr, "eqns", ()))
-
-
 def _pooling_bytes(eqn: Any) -> tuple[int, int]:
     """Return what the derivative of a maximum over windows takes on a CPU, kept and in a region.
 
@@ -797,7 +706,6 @@ def _traffic(
     makes: Sequence[tuple[int, ...]],
     tensors: Sequence[Tensor],
     sizes: Sequence[int],
-    fusible: Sequence[bool],
 ) -> list[float]:
     """Bytes that each equation moves, a fused chain reading what it reads once.
 

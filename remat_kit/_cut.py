@@ -431,8 +431,8 @@ def _arrays_of(graph: CostGraph, tensors: Iterable[int]) -> int:
 
 
 def _cotangents_of(graph: CostGraph, e: Equation) -> int:
-    flowing = [t for t in (*e.makes, *e.reads) if graph.tensors[t].active]
-    return _arrays_of(graph, (t for t in flowing if graph.tensors[t].producer >= 0))
+    flowing = {t for t in (*e.makes, *e.reads) if graph.tensors[t].producer >= 0}
+    return sum(graph.tensors[t].cotangent_bytes for t in flowing)
 
 
 def price_range(graph: CostGraph, count: int) -> list[float]:

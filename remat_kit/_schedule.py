@@ -317,6 +317,7 @@ def run(
     regions = (program.eqns[s.start - start : s.stop - start] for s in schedule if not s.plain)
     entering = {v for eqns in regions for e in eqns for v in e.invars if _is_var(v)}
     last = _last_use(program)
+    first = _first_readers(program, schedule, start)
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, jec.Literal) else env[atom]
@@ -326,9 +327,11 @@ def run(
         eqns = [*map(_jax.pooling_with_late_zeros, program.eqns[lo:hi])]
         # What a region was given, its later stretches read once more.
         shared = {*program.invars} if nested and lo else set()
+        reads = dict.fromkeys(v for e in eqns for v in e.invars if _is_var(v) and v in env)
+        tied = {v: env[v] for v in reads if first.get(v, stretch) is not stretch}
         if stretch.plain:
-            reads = dict.fromkeys(v for e in eqns for v in e.invars if _is_var(v) and v in shared)
-            env.update(_written_down({v: env[v] for v in reads}))
+            down = [v for v in reads if v in shared or v in tied or (tied and v in made)]
+            env.update(_written_down({v: env[v] for v in down}))
             loops = dict(stretch.loops)
             for place, eqn in enumerate(eqns, stretch.start):
                 eqn = _jax.convolution_with_late_copies(eqn)
@@ -340,15 +343,30 @@ def run(
                 else:
                     outs = _jax.bind(eqn, values)
                 env.update(zip(eqn.outvars, outs, strict=True))
+            env.update(tied)
             continue
         wanted = {v for e in eqns for v in e.outvars if last.get(v, -1) >= hi}
         part = _graph.part(eqns, wanted, program.base)
-        env.update(_written_down({v: env[v] for v in part.invars if v in made or v in shared}))
+        down = [v for v in part.invars if v in made or v in shared or v in tied]
+        env.update(_written_down({v: env[v] for v in down}))
         values = [env[v] for v in part.invars]
         given = {program.invars[p]: p for e, p in stretch.offload if e == _GIVEN}
         outs = _region(part, stretch, values, prevent_cse, given)
         env.update(zip(part.outvars, outs, strict=True))
+        env.update(tied)
     return [read(v) for v in program.outvars]
+
+
+def _first_readers(program: Program, schedule: Sequence[Stretch], start: int) -> dict[Any, Stretch]:
+    """Return the first stretch that reads each argument; constants have no gradient."""
+    given = {*program.invars[len(program.consts) :]}
+    found: dict[Any, Stretch] = {}
+    for stretch in schedule:
+        for eqn in program.eqns[stretch.start - start : stretch.stop - start]:
+            for v in eqn.invars:
+                if _is_var(v) and v in given:
+                    found.setdefault(v, stretch)
+    return found
 
 
 def _written_down(values: dict[Any, Any]) -> dict[Any, Any]:
@@ -359,6 +377,11 @@ def _written_down(values: dict[Any, Any]) -> dict[Any, Any]:
     where 634 are planned for (jax 0.12). In the backward pass it does the same to the sum of the
     cotangents of what a region is given, where parts of the region read it one after the other:
     the dense block in `tests/test_plan.py` then takes 117 MiB instead of 88.
+
+    An argument that an earlier stretch reads too, a tied embedding, goes through the same barrier
+    as what else comes in: its gradient here is there before the backward pass goes on. Else XLA's
+    TPU compiler fuses the sum of its gradients into the product that makes this one, which then
+    waits for the other with all that it reads: the logits, through all layers.
     """
     floats = {v: x for v, x in values.items() if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)}
     if not floats:

@@ -291,6 +291,11 @@ class Simulation:
                 steps[tensor.users[-1] + 1] += tensor.bytes  # it would die there
             elif tensor.producer >= 0:
                 steps[tensor.producer] += tensor.bytes
+                for s in tensor.sources:  # what it is made of is there until it is written down
+                    last = (graph.tensors[s].users or (tensor.producer,))[-1]
+                    if last < tensor.producer and s not in kept:
+                        steps[last + 1] += graph.tensors[s].bytes
+                        steps[tensor.producer + 1] -= graph.tensors[s].bytes
         for segment in schedule:
             for i in graph.pooling:
                 if segment.start <= i < segment.stop:
