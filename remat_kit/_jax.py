@@ -756,3 +756,41 @@ def memory_stats_to_dict(stats: Any) -> dict[str, int]:
 def compile_failure_types() -> tuple[type[BaseException], ...]:
     """Return what the compiler raises when it refuses a program."""
     return (jax.errors.JaxRuntimeError,)
+
+
+# A barrier for the derivative: cotangents go on when all of them are there. XLA's CPU compiler
+# schedules the sum of gradients well without, and for the barrier it would hold the terms apart.
+# Seen on 0.10.2, 0.12.
+
+_together_p = core.Primitive("optimization_barrier")
+_together_p.multiple_results = True
+_together_p.def_impl(functools.partial(dispatch.apply_primitive, _together_p))
+_together_p.def_abstract_eval(lambda *avals: avals)
+batching.primitive_batchers[_together_p] = lambda values, dims: (together(values), dims)
+
+
+def together(values: Sequence[Any]) -> list[Any]:
+    """Return some arrays, the cotangents of all of which are made before any of them is used."""
+    return _together_p.bind(*values) if values else []
+
+
+def _together_jvp(primals: Any, tangents: Any) -> Any:
+    return together(primals), together([ad.instantiate_zeros(t) for t in tangents])
+
+
+def _together_transpose(cts: Any, *primals: Any) -> Any:
+    del primals
+    return together([ad.instantiate_zeros(ct) for ct in cts])
+
+
+ad.primitive_jvps[_together_p] = _together_jvp
+ad.primitive_transposes[_together_p] = _together_transpose
+
+
+def _lower_together(function: Any, platform: str | None = None) -> None:
+    lowered = mlir.lower_fun(function, multiple_results=True)
+    mlir.register_lowering(_together_p, lowered, platform=platform)
+
+
+_lower_together(lambda *values: jax.lax.optimization_barrier(values))
+_lower_together(lambda *values: values, "cpu")
