@@ -3,7 +3,7 @@
 No two compilers agree. XLA's CPU compiler writes down what two fusions would both compute; on GPUs
 cheap operations run inside of every elementwise operation or reduction that reads them; on TPUs
 inside of the matrix products too. `layout` says so of the forward pass of a program, array by
-array, as seen in compiled programs (jax 0.10.2 to 0.12; `tests/test_cost.py` and
+array, as seen in compiled programs (jax 0.10.2 to 0.12; `tests/test_fusion.py` and
 ``benchmarks/results/planner_*`` hold it against the compilers).
 """
 
