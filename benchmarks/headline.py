@@ -82,6 +82,7 @@ ROWS = (
     Row("ResNet-50, 64 images", "cpu", "planner_resnet50_cpu", *_RESNET),
     Row("GPT, 12 layers, 8 × 1024 tokens", "h100", "planner_gpt12_h100", *_GPT),
     Row("GPT, 12 layers, 8 × 1024 tokens", "cpu", "planner_gpt12_cpu", *_GPT),
+    Row("GPT, 12 layers, 8 × 1024 tokens", "tpu-v5e", "planner_gpt12_tpu-v5e", *_GPT),
 )
 
 
