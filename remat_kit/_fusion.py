@@ -132,13 +132,11 @@ class Layout:
     """What a compiler writes down.
 
     Attributes:
-        fusible: by operation, whether it is fused into what reads its result.
         written: by array, whether it is written down when it is made.
         halved: the arrays that are stored in half precision.
         flowing: by array, whether its cotangent is written down.
     """
 
-    fusible: list[bool]
     written: list[bool]
     halved: set[int]
     flowing: list[bool]
@@ -179,7 +177,7 @@ def layout(flow: Flow, platform: str, stacked: bool) -> Layout:
         for t in flow.active:
             if flowing[t] and t not in made and merging[flow.producers[t]]:
                 flowing[t] = False
-    return Layout(fusible, written, halved, flowing)
+    return Layout(written, halved, flowing)
 
 
 def _rounded(flow: Flow) -> set[int]:
