@@ -60,6 +60,7 @@ def _is_rounding(eqn: Any) -> bool:
 
 
 def reduces(eqn: Any) -> bool:
+    """Tell whether an operation is a reduction: elementwise operations fuse into it."""
     name = eqn.primitive.name
     return (name.startswith("reduce_") and name != "reduce_precision") or name in (
         "argmax",

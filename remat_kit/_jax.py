@@ -758,9 +758,8 @@ def compile_failure_types() -> tuple[type[BaseException], ...]:
     return (jax.errors.JaxRuntimeError,)
 
 
-# A barrier for the derivative: cotangents go on when all of them are there. XLA's CPU compiler
-# schedules the sum of gradients well without, and for the barrier it would hold the terms apart.
-# Seen on 0.10.2, 0.12.
+# A barrier for the derivative: cotangents go on when all of them are there. XLA's CPU compiler does
+# well without, and takes a little more memory with it. Seen on 0.10.2, 0.12.
 
 _together_p = core.Primitive("optimization_barrier")
 _together_p.multiple_results = True

@@ -391,8 +391,7 @@ def _waiting(values: dict[Any, Any]) -> dict[Any, Any]:
 
     Where an earlier stretch reads an argument too, a tied embedding, its gradient is a sum. XLA's
     TPU compiler fuses that into the product that makes this term, which then waits for the other
-    one with all that it reads: the logits, through all layers. GPT-12's least on a v5e is 2.7 GiB
-    instead of 4.1 (jax 0.12).
+    one with all that it reads: the logits, through all layers (GPT-12 on a v5e, jax 0.12).
     """
     floats = _floats(values)
     return dict(zip(floats, _jax.together([*floats.values()]), strict=True))
