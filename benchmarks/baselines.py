@@ -1005,7 +1005,7 @@ NO_HIGHER = 1.001
 def beside_plans(graph: CostGraph, found: Sequence[Point], chip: str) -> list[dict[str, Any]]:
     """Return points as plain values, each with its work and the least of a plan with its peak.
 
-    Work is the mean of time and operations, in parts of the forward pass, as plans minimise it by
+    Work is the mean of time and operations, in parts of the forward pass, weighted as plans do by
     default; None where no plan has so low a peak.
     """
     worth = _cut.Worth.of_graph(graph, _frontier.OBJECTIVES["balanced"])
@@ -1040,7 +1040,7 @@ def rendered(report: dict[str, Any]) -> str:
     about = (
         "Peak and kept bytes of intermediate arrays, simulated, not compiled; extra work in "
         "percent of the forward pass, in operations and in time by the roofline of "
-        f"{report['chip']}, and their mean (work). A plan's work is the least of our plans with no "
+        f"{report['chip']}, and their mean (work), as plans weight it. A plan's work is the least of our plans with no "
         f"higher peak (to {NO_HIGHER - 1:.1%})."
     )
     return "\n".join([*lines[:-1], *_common.ending(report, about)])

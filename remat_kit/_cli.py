@@ -215,8 +215,9 @@ def _add_plan(plan: argparse.ArgumentParser, frontier: argparse.ArgumentParser) 
             "--objective",
             metavar="O",
             default=default,
-            help="what to spend least of: time (by the chip's roofline), flops, or balanced, the "
-            f"mean of both as shares of the forward pass (default: {default})",
+            help="what to spend least of: time (by the chip's roofline), flops, or balanced, three "
+            "parts FLOPs and one part time, as shares of the forward pass "
+            f"(default: {default})",
         )
         command.add_argument(
             "--optimizer",

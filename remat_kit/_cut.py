@@ -54,10 +54,10 @@ class Worth:
 
     A roofline's seconds take it for granted that matrix units run at their peak, so they flatter
     the recompute of convolutions and matrix products; FLOPs alone count a pass through memory as
-    nothing. The mean of both, each as a share of the forward pass, is led astray by neither.
+    nothing. A mean of both, each as a share of the forward pass, is led astray by neither.
 
     Attributes:
-        flop_share: of the operations in the mean: 0 is time alone, 1 is FLOPs alone.
+        flop_share: the weight of operations in the mean: 0 is time alone, 1 is FLOPs alone.
         flop_seconds: what one operation counts as, so that the forward pass is worth its seconds.
     """
 

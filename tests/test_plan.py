@@ -153,10 +153,9 @@ def test_objectives_spend_least_of_what_they_say():
         assert least["time"].extra_seconds <= least["flops"].extra_seconds
         assert least["flops"].extra_flops <= least["time"].extra_flops
         for other in ("time", "flops"):
-            mean = (
-                least[other].extra_seconds / both.forward_seconds
-                + least[other].extra_flops_fraction
-            ) / 2
+            share = _frontier.OBJECTIVES["balanced"]
+            mean = (1 - share) * least[other].extra_seconds / both.forward_seconds
+            mean += share * least[other].extra_flops_fraction
             assert least["balanced"].extra_work / both.forward_seconds <= mean * 1.02
     with pytest.raises(UnknownNameError, match="did you mean"):
         remat_kit.frontier(mlp, *ARGS, objective="flop")
@@ -426,6 +425,28 @@ def test_predictions_are_corrected_by_programs_of_their_kind(front):
     # What was compiled is as it was compiled.
     search.known[middle] = measured(middle, 0.9)
     assert search.predicted(middle) == round(0.9 * own[middle])
+
+
+def test_of_equal_peaks_the_least_work_is_compiled_first(front):
+    search = Search(mlp, ARGS, 0, target("cpu"), front, 3, silent)
+    memory = remat_kit.measure(mlp, *ARGS)
+    own = [p.predicted_peak_bytes for p in search.points]
+    fixed = memory.argument_bytes + memory.output_bytes
+    search.known = {search.plain: dataclasses.replace(memory, peak_bytes=own[-1])}
+    # Less than a hundredth more of what is temporary is no reason to compute more.
+    first, second, third = search.points[:3]
+    near, far = (fixed + round((own[0] - fixed) * f) for f in (1.005, 1.05))
+    search.points = (
+        first,
+        dataclasses.replace(second, predicted_peak_bytes=near),
+        dataclasses.replace(third, predicted_peak_bytes=far),
+        *(dataclasses.replace(p, predicted_peak_bytes=2 * far) for p in search.points[3:]),
+    )
+    assert first.extra_work > second.extra_work > third.extra_work
+    assert search.choice("min", None) == 1
+    everything = dataclasses.replace(search, allowed=lambda point: True)
+    everything.points = search.points
+    assert everything.choice("free", None) == 1
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA:CPU undoes recompute outside loops")
