@@ -123,6 +123,17 @@ def coarser(
     return sorted(forced | set(chosen))
 
 
+def unbroken(graph: CostGraph, cuts: Sequence[int]) -> list[int]:
+    """Leave out the cuts where most of the cotangents that cross are written for the cut alone.
+
+    Within a stretch the compiler fuses them into what reads them, such as that of the logits. A
+    chain adds up its blocks, and does not see that two of them take less as one.
+    """
+    forced = _forced(graph)
+    arriving = ((p, graph.arriving(p)) for p in cuts)
+    return [p for p, a in arriving if p in forced or 2 * a.fused_bytes <= sum(a.ends.values())]
+
+
 @dataclasses.dataclass(frozen=True)
 class Level:
     """What is kept at one price, and what that means block by block (arrays over blocks)."""
@@ -200,7 +211,7 @@ class Chain:
             graph.flowing_bytes[i + 1]
             + graph.begun_bytes[i]
             + graph.equations[i].working_bytes
-            + graph.gradient_bytes[i]
+            + graph.standing_bytes[i]
             for i in range(lo, hi)
         )
 

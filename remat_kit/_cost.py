@@ -31,7 +31,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from remat_kit import _fusion, _graph, _jax
-from remat_kit._fusion import Flow, is_fusible, is_view, reduces
+from remat_kit._fusion import Flow, is_fusible, is_rounding, is_view, reduces
 from remat_kit._gradient import Argnums, abstract, gradient_program
 from remat_kit._graph import Program
 from remat_kit._region import equation_key
@@ -90,6 +90,8 @@ class Loop:
             for a constant.
         stacked_bytes: residuals that the scan keeps when nothing is planned, all iterations.
         gradient_bytes: of the gradients of what the iterations read in turn, all iterations.
+        copied_bytes: of copies in half precision of what the iterations read in turn, all
+            iterations: made before the first, and there until the backward pass is through.
         early: whether the compiler makes the zeros that those begin with before everything else,
             since they depend on nothing.
     """
@@ -100,6 +102,7 @@ class Loop:
     handed: tuple[int, ...]
     stacked_bytes: int
     gradient_bytes: int
+    copied_bytes: int
     early: bool
 
     @property
@@ -133,6 +136,7 @@ class Equation:
         early_bytes: what the derivative needs and the compiler makes before everything else, since
             it depends on nothing: there until the operation has run in the forward pass where it is
             in no region, until the backward pass is through with it where it is in one.
+        rounds: whether it is a product that reads float32 matrices in half precision.
         loop: the body of a scan, or None.
     """
 
@@ -151,6 +155,7 @@ class Equation:
     backward_seconds: float
     working_bytes: int = 0
     early_bytes: int = 0
+    rounds: bool = False
     loop: Loop | None = None
 
     @property
@@ -212,8 +217,8 @@ class CostGraph:
         return sum(self.tensors[t].bytes for t in kept) + own
 
     @functools.cached_property
-    def gradient_bytes(self) -> tuple[int, ...]:
-        """Bytes that gradients of arguments take when the backward pass is at each equation.
+    def standing_bytes(self) -> tuple[int, ...]:
+        """Bytes of gradients and of copies of arguments when the backward pass is at each equation.
 
         The last entry is of the time before the backward pass. A compiler sets memory apart for
         each result from the start. Until the result is there, temporaries may use it one by one,
@@ -222,7 +227,8 @@ class CostGraph:
         CPU and CUDA, jax 0.12; for TPU little is reused). What an iteration of a scan finds is no
         result yet.
         """
-        out = [0] * (len(self.equations) + 1)
+        out = [0] * len(self.equations)
+        out.append(sum(e.loop.copied_bytes for e in self.equations if e.loop is not None))
         arrays = sorted((t.bytes, t.producer) for t in self.tensors if t.in_memory)
         for tensor in self.tensors:
             size = tensor.gradient_bytes
@@ -319,6 +325,10 @@ class CostGraph:
     def sizes(self) -> list[int]:
         """Bytes of each tensor."""
         return [t.bytes for t in self.tensors]
+
+    def rounded(self, tensor: Tensor) -> bool:
+        """Tell whether a product reads an array in half precision."""
+        return tensor.dtype == "float32" and any(self.equations[i].rounds for i in tensor.users)
 
     def crossing(self, position: int) -> tuple[int, ...]:
         """Return the tensors made before an equation that it or later ones read."""
@@ -607,6 +617,7 @@ class _Builder:
             backward_flops=rule.flops if rule else 0.0,
             backward_seconds=backward_seconds,
             working_bytes=rule.working_bytes if rule and loop is None else 0,
+            rounds=self.chip.platform == "tpu" and is_rounding(eqn),
             loop=loop,
         )
 
@@ -644,18 +655,18 @@ class _Builder:
                 break
             active = grown
         first = len(graph.program.consts) + consts
+        given = graph.tensors[first : len(graph.program.invars)]
+        sizes = [_graph.nbytes(v.aval) for v in eqn.invars[consts:]]
         carried = [i for i in range(carry) if rule.active[i]]
+        in_turn = range(carry, len(given))
         return Loop(
             graph,
             int(eqn.params["length"]),
-            tuple((first + i, _graph.nbytes(eqn.outvars[i].aval)) for i in carried),
+            tuple((first + i, sizes[i]) for i in carried),
             tuple(graph.outputs[i] for i in carried),
             rule.made_bytes,
-            sum(
-                _graph.nbytes(v.aval)
-                for v, is_active in list(zip(eqn.invars, rule.mask, strict=True))[consts + carry :]
-                if is_active
-            ),
+            sum(sizes[i] for i in in_turn if rule.mask[consts + i]),
+            sum(sizes[i] // 2 for i in in_turn if graph.rounded(given[i])),
             self.chip.platform == "cpu",
         )
 

@@ -292,7 +292,7 @@ def _busiest(graph: CostGraph, most: int = 3) -> list[_Moment]:
     kept = np.cumsum([sum(graph.tensors[t].bytes for t in e.makes) for e in graph.equations])
     moments = [m for m in _moments(graph) if graph.equations[m.place].loop is None]
     ranked = sorted(moments, key=lambda m: m.bytes * float(kept[m.place]), reverse=True)
-    first = _Moment(len(graph.equations), graph.gradient_bytes[-1])
+    first = _Moment(len(graph.equations), graph.standing_bytes[-1])
     return [first, *ranked[: most - 1]]
 
 
@@ -304,7 +304,7 @@ def _moments(graph: CostGraph) -> Iterator[_Moment]:
         reading += e.held
         if e.needs or begun:
             there, present = _least_bytes(graph, reading)
-            there += graph.flowing_bytes[e.index + 1] + begun + graph.gradient_bytes[e.index]
+            there += graph.flowing_bytes[e.index + 1] + begun + graph.standing_bytes[e.index]
             yield _Moment(e.index, there + e.made_in_memory + e.working_bytes, present)
         if begun:
             reading = []

@@ -50,7 +50,7 @@ _HEAVY = frozenset(
 )
 
 
-def _is_rounding(eqn: Any) -> bool:
+def is_rounding(eqn: Any) -> bool:
     """Tell whether an equation is a product whose float32 operands a TPU rounds to bfloat16."""
     if eqn.primitive.name != "dot_general":
         return False
@@ -190,7 +190,7 @@ def _rounded(flow: Flow) -> set[int]:
     """
     found, whole = set[int](), set(flow.outputs)
     for i, eqn in enumerate(flow.eqns):
-        if _is_rounding(eqn):
+        if is_rounding(eqn):
             found.update(flow.reads[i])
         elif flow.makes[i] or not is_view(eqn):
             whole.update(flow.reads[i], flow.needs[i])

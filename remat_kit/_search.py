@@ -225,18 +225,23 @@ class Search:
             new = [p for p in range(len(points)) if p not in self.known]
             if not new:
                 return None
-            best = self.least(new)
+            best = min(new, key=self.smallest)
             least = min(self.measured(p) or 2**62 for p in self.known)
             small = self.predicted(best) < least or len(self.known) < 3
             return best if small else None
         if budget == "free":
-            return self.least(self.free())
+            allowed = self.free()
+            return min(allowed, key=self.smallest)
         assert limit is not None
         fitting = [p for p in range(len(points)) if self.predicted(p) <= limit]
         if fitting:
             return min(fitting, key=lambda p: points[p].extra_work)
         new = [p for p in range(len(points)) if p not in self.known]
-        return min(new, key=self.predicted) if new else None
+        return min(new, key=self.smallest) if new else None
+
+    def smallest(self, place: int) -> tuple[int, float]:
+        """What the least of comes first: the peak; where that is the same, the extra work."""
+        return self.predicted(place), self.points[place].extra_work
 
     def free(self) -> list[int]:
         return [p for p, point in enumerate(self.points) if (self.allowed or self.cheap)(point)]
@@ -251,21 +256,16 @@ class Search:
 
     def best(self, budget: str | int | float, limit: int | None) -> int:
         fitting = self.fitting(limit)
+        points = self.points
         if budget == "free":
             fitting = [p for p in fitting if p in self.free()]
-        if not fitting:
-            raise self.nothing_fits(limit or 0)
-        if limit is None:
-            return self.least(fitting)
-        return min(fitting, key=lambda p: (self.points[p].extra_work, self.measured(p)))
-
-    def least(self, places: Sequence[int]) -> int:
-        """The point of the least peak, or of the least work of those that are as good as it."""
-        sizes = {p: self.predicted(p) for p in places}
-        least = min(sizes.values())
-        enough = least + _EQUAL * max(0, least - self.fixed())
-        good = [p for p in places if sizes[p] <= enough]
-        return min(good, key=lambda p: (self.points[p].extra_work, sizes[p]))
+        if limit is None and fitting:
+            least = min(self.measured(p) or 0 for p in fitting)
+            enough = least + _EQUAL * (least - self.fixed())
+            fitting = [p for p in fitting if (self.measured(p) or 0) <= enough]
+        if fitting:
+            return min(fitting, key=lambda p: (points[p].extra_work, self.measured(p)))
+        raise self.nothing_fits(limit or 0)
 
     def nothing_fits(self, limit: int) -> UserError:
         least = min(self.known, key=lambda p: self.measured(p) or 2**62)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -311,7 +311,7 @@ class Simulation:
                     assert e.loop is not None
                     steps[i] += loop_bytes(e.loop, plan) - e.made_in_memory
         # What is set apart for gradients from the start.
-        live = np.cumsum(steps) + graph.gradient_bytes[-1]
+        live = np.cumsum(steps) + graph.standing_bytes[-1]
         for segment in schedule:
             if segment.stop > segment.start:
                 self.note(float(live[segment.start : segment.stop].max()), segment, "forward")
@@ -412,7 +412,7 @@ class Simulation:
             released.setdefault(first_need[t], []).append(t)
         if not segment.plain:
             live += sum(e.made_in_memory for e in equations if e.loop is None)
-        begun, ended, gradients = graph.begun_bytes, graph.ended_bytes, graph.gradient_bytes
+        begun, ended, gradients = graph.begun_bytes, graph.ended_bytes, graph.standing_bytes
         recompute = max(recompute, live + gradients[segment.stop])
         waiting = 0
         arriving, begins = graph.arriving(segment.stop), graph.arriving(segment.start).begins
@@ -468,6 +468,28 @@ def loop_bytes(loop: Loop, plan: LoopPlan) -> int:
     return loop_cost(loop, plan).saved_bytes
 
 
+def _stored(
+    loop: Loop, kept: Collection[int] | None = None, again: Collection[int] | None = None
+) -> dict[int, int]:
+    """Bytes of what comes into each iteration as it is stored for the backward pass: in half
+    precision where nothing but products that round it will read it.
+
+    Args:
+        loop: the scan.
+        kept: what is kept of what comes in; None for all of it.
+        again: the equations that it computes again; None for all of them.
+    """
+    graph = loop.graph
+
+    def halved(t: int) -> bool:
+        users = [graph.equations[i] for i in graph.tensors[t].users]
+        later = [e for e in users if again is None or e.index in again or t in e.needs]
+        return graph.rounded(graph.tensors[t]) and all(e.rounds for e in later)
+
+    some = [(t, size) for t, size in loop.carry if kept is None or t in kept]
+    return {t: size // (2 if halved(t) else 1) for t, size in some}
+
+
 def loop_cost(loop: Loop, plan: LoopPlan, host_bandwidth: float = math.inf) -> Simulated:
     """Return what the iterations of a scan take under a plan, as `simulate` does for a program."""
     saved = host = 0
@@ -475,9 +497,14 @@ def loop_cost(loop: Loop, plan: LoopPlan, host_bandwidth: float = math.inf) -> S
     transient = 0
     for times, group, body in plan.parts:
         one = simulate(loop.graph, body)
-        away = sum(size for t, size in loop.carry if any(t in s.offload for s in body))
-        # An iteration that keeps its residuals as they are does not need what came in.
-        carry = 0 if all(s.plain for s in body) else loop.carry_bytes - away
+        simulation = Simulation(loop.graph, math.inf)
+        again = {i for s in body for i in simulation.demand(s).again}
+        # A region needs what came in to begin with; without any, derivatives may read it.
+        alone = all(s.plain for s in body)
+        needed = frozenset[int]().union(*simulation.held(body)) if alone else None
+        stored = _stored(loop, needed, again)
+        away = sum(size for t, size in stored.items() if any(t in s.offload for s in body))
+        carry = sum(stored.values()) - away
         kept = one.saved_bytes + carry
         flops += times * one.extra_flops
         seconds += times * one.extra_seconds
@@ -493,7 +520,7 @@ def loop_cost(loop: Loop, plan: LoopPlan, host_bandwidth: float = math.inf) -> S
             seconds += times * max(0.0, moving - behind)
         else:
             groups = math.ceil(times / group)
-            saved += groups * loop.carry_bytes
+            saved += groups * sum(_stored(loop).values())  # a group runs again as a whole
             working += min(group, times) * kept
             flops += times * loop.graph.forward_flops
             seconds += times * loop.graph.forward_seconds

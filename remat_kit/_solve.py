@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from remat_kit._chain import Chain, Composer, coarser, joined, positions
+from remat_kit._chain import Chain, Composer, coarser, joined, positions, unbroken
 from remat_kit._cost import CostGraph, Loop
 from remat_kit._cut import TIME, Cutter, Worth, price_range
 from remat_kit._simulate import LoopPlan, Segment, Simulated, closure, loop_cost, simulate
@@ -207,8 +207,10 @@ def _proposals(
         yield from (schedule for _, schedule in presets(graph))
     else:
         yield from _even(graph, everywhere, fine)
-    measures = [worth, besides] if len(graph.equations) <= _SHORT else [worth]
-    for cuts, measure in itertools.product(dict.fromkeys([tuple(fine), tuple(coarse)]), measures):
+    short = len(graph.equations) <= _SHORT
+    measures = [worth, besides] if short else [worth]
+    sets = [fine, coarse, *([unbroken(graph, fine)] if short else [])]
+    for cuts, measure in itertools.product(dict.fromkeys(map(tuple, sets)), measures):
         chain = Chain(graph, cuts, measure)
         handed = {t for t, _, _ in chain.crossing}
         keeps = dict.fromkeys(everywhere)
