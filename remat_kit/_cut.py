@@ -382,10 +382,15 @@ class _Iteration(_Part):
             dataclasses.replace(e, reads=ring(e.reads), needs=ring(e.needs), keeps=ring(e.keeps))
             for e in graph.equations
         )
-        self.ring = _Part(
-            dataclasses.replace(graph, equations=equations), len(equations), times=self.times
+        # What products read in half precision may be handed on in it.
+        halved = {out for t, out in made.items() if graph.rounded(graph.tensors[t])}
+        tensors = tuple(
+            dataclasses.replace(t, bytes=t.bytes // 2) if t.index in halved else t
+            for t in graph.tensors
         )
-        self.more = times * sum(graph.tensors[t].bytes for t in dict.fromkeys(made.values()))
+        parts = dataclasses.replace(graph, equations=equations, tensors=tensors)
+        self.ring = _Part(parts, len(equations), times=self.times)
+        self.more = times * sum(tensors[t].bytes for t in dict.fromkeys(made.values()))
 
     def least(self, price: float) -> tuple[float, float]:
         value, size = self.ring.least(price)
