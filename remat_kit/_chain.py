@@ -60,8 +60,7 @@ def positions(graph: CostGraph, keeps: Sequence[frozenset[int]] = (), most: int 
 
 
 def _forced(graph: CostGraph) -> set[int]:
-    # Those whose derivative is cheaper outside of regions are to be left out of them.
-    scans = [e.index for e in graph.equations if e.loop is not None or e.early_bytes]
+    scans = [e.index for e in graph.equations if e.loop is not None]
     return {0, len(graph.equations), *scans, *(i + 1 for i in scans)}
 
 
@@ -181,7 +180,6 @@ class Chain:
             sum(e.made_in_memory for e in graph.equations[lo:hi] if e.loop is None)
             for lo, hi in self.ranges
         ]
-        self.early = [sum(e.early_bytes for e in graph.equations[lo:hi]) for lo, hi in self.ranges]
         # The last block whose derivative reads an array where no region is.
         self.plain_last = {
             t: b for b, part in enumerate(self.ranges) for t in plain_keeps(graph, *part)
@@ -357,16 +355,15 @@ class Composer:
         found = []
         kept = work = between = 0.0
         merged_peak = grouped_peak = dropped_peak = 0.0
-        inner = held = early = 0.0
+        inner = held = 0.0
         for j, (built, again) in zip(range(s, chain.count), chain.merged(level, s), strict=False):
-            early += chain.early[j]
-            out = level.out[s, j] + early
+            out = level.out[s, j]
             spared = level.spared[s, j]
             kept += level.kept[j]
             work += level.rebuild[j]
             # One region over all: what it rebuilds is there at once.
             merged_peak = max(merged_peak, built + chain.flowing[j])
-            both = kept + out, kept + early
+            both = kept + out, kept
             found.append(_Item(s, j, "leaf", number, *both, merged_peak, again, spared))
             # A region around one per block: what they hand on is there at once, and the rest late.
             held += level.kept[j]
@@ -376,8 +373,8 @@ class Composer:
                 extra = work + between
                 found.append(_Item(s, j, "hold", number, *both, grouped_peak, extra, spared))
                 extra = chain.forward[s : j + 1].sum() + work
-                out = self.handed_on[s, j] + early  # what it keeps inside is handed on too
-                found.append(_Item(s, j, "drop", number, out, early, dropped_peak, extra))
+                out = self.handed_on[s, j]  # what it keeps inside is handed on too
+                found.append(_Item(s, j, "drop", number, out, 0.0, dropped_peak, extra))
             inner += level.out[j, j]
             between += level.pass_on[j]
         return found
@@ -548,9 +545,7 @@ class Composer:
                 self.inner[(s, t)], self.inner_choice[(s, t)] = value, pick
                 if length > 2:
                     again = float(forward[t + 1] - forward[s])
-                    early = float(sum(chain.early[s : t + 1]))
-                    kept = float(out[s, t]) + early
-                    found[s].append(_Item(s, t, "nest", -1, kept, early, 0.0, again))
+                    found[s].append(_Item(s, t, "nest", -1, float(out[s, t]), 0.0, 0.0, again))
         return found
 
     def backtrack(self, s: int, t: int, room: int) -> tuple[Segment, ...]:
@@ -581,7 +576,7 @@ def _plain_items(chain: Chain, first: int) -> Iterator[_Item]:
     stay = need = 0.0
     for j in range(first, chain.count):
         stay += float(chain.plain[j])
-        need = max(need, stay + max(chain.flowing[j], sum(chain.early[j:])))
+        need = max(need, stay + chain.flowing[j])
         kept = stay + float(chain.plain_out[first, j])
         yield _Item(first, j, "plain", -1, kept, stay, need - stay, 0.0)
 

@@ -133,9 +133,6 @@ class Equation:
         backward_flops: floating-point operations of its derivative.
         backward_seconds: roofline time of its derivative.
         working_bytes: what the derivative of an opaque operation needs beside its residuals.
-        early_bytes: what the derivative needs and the compiler makes before everything else, since
-            it depends on nothing: there until the operation has run in the forward pass where it is
-            in no region, until the backward pass is through with it where it is in one.
         rounds: whether it is a product that reads float32 matrices in half precision.
         loop: the body of a scan, or None.
     """
@@ -154,7 +151,6 @@ class Equation:
     backward_flops: float
     backward_seconds: float
     working_bytes: int = 0
-    early_bytes: int = 0
     rounds: bool = False
     loop: Loop | None = None
 
@@ -315,11 +311,6 @@ class CostGraph:
     def memory(self) -> dict[Any, Any]:
         """What was found of parts of its schedules, for the schedules that share them."""
         return {}
-
-    @functools.cached_property
-    def pooling(self) -> list[int]:
-        """The equations that have ``early_bytes``."""
-        return [e.index for e in self.equations if e.early_bytes]
 
     @functools.cached_property
     def sizes(self) -> list[int]:
@@ -600,7 +591,7 @@ class _Builder:
             )
             if loop is not None:
                 backward_seconds = loop.length * loop.graph.backward_seconds
-        pooling = _pooling_bytes(eqn) if rule and self.chip.platform == "cpu" else (0, 0)
+        places = _place_bytes(eqn) if rule and self.chip.platform == "cpu" else 0
         return Equation(
             index=i,
             primitive=_graph.primitive_name(eqn),
@@ -608,10 +599,9 @@ class _Builder:
             reads=reads,
             makes=makes,
             needs=needs,
-            keeps=() if pooling[0] else keeps,
-            made_bytes=(rule.made_bytes if rule else 0) + pooling[0],
-            made_in_memory=self.made_in_memory(eqn, rule) + pooling[0],
-            early_bytes=pooling[1],
+            keeps=() if places else keeps,
+            made_bytes=(rule.made_bytes if rule else 0) + places,
+            made_in_memory=self.made_in_memory(eqn, rule) + places,
             flops=flops,
             seconds=seconds,
             backward_flops=rule.flops if rule else 0.0,
@@ -679,25 +669,15 @@ _FUSED_FROM = 1.5
 # -- one equation ---------------------------------------------------------------------------------
 
 
-def _pooling_bytes(eqn: Any) -> tuple[int, int]:
-    """Return what the derivative of a maximum over windows takes on a CPU, kept and in a region.
-
-    XLA has no select-and-scatter there: it finds where each maximum is, an index for each dimension
-    (one pass over an iota for each, as large as the padded operand), and scatters into zeros. The
-    iotas and the zeros depend on nothing, so they are made early; outside a region the places are
-    known in the forward pass already (``SelectAndScatterExpander``; seen with jax 0.12).
+def _place_bytes(eqn: Any) -> int:
+    """Return what the derivative of a maximum over windows keeps on a CPU: where in its window each
+    is, a byte (`_jax.lean_pooling`); of large windows an index for each dimension.
     """
     if eqn.primitive.name not in ("reduce_window_max", "reduce_window_min"):
-        return 0, 0
-    (out,) = eqn.outvars
-    windows, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
-    padded = math.prod(
-        (n - 1) * stride + window
-        for n, stride, window in zip(out.aval.shape, strides, windows, strict=True)
-    )
-    index = 4 * len(windows)
-    zeros = padded * out.aval.dtype.itemsize
-    return math.prod(out.aval.shape) * index + zeros, padded * index + zeros
+        return 0
+    window = eqn.params["window_dimensions"]
+    one = 1 if math.prod(window) <= _jax.LARGE_WINDOW else 4 * len(window)
+    return math.prod(eqn.outvars[0].aval.shape) * one
 
 
 def _rate(chip: Chip, eqn: Any) -> float:

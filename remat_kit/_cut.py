@@ -111,8 +111,7 @@ class Cutter:
         graph: of the loss, or of the body of a scan.
         worth: what work is.
         wanted: tensors that are needed; all residuals by default.
-        instead: others, as ``(bytes, beside, tensors)``: they are not needed where so many bytes
-            are kept, and bring so many beside themselves where they are.
+        instead: others, as ``(bytes, tensors)``: not needed where so many bytes are kept.
     """
 
     def __init__(
@@ -120,11 +119,11 @@ class Cutter:
         graph: CostGraph,
         worth: Worth = TIME,
         wanted: Iterable[int] | None = None,
-        instead: Sequence[tuple[int, int, Sequence[int]]] = (),
+        instead: Sequence[tuple[int, Sequence[int]]] = (),
     ):
         self.graph = graph
         always = list(graph.residuals if wanted is None else wanted)
-        self.wanted = list(dict.fromkeys([*always, *(t for *_, some in instead for t in some)]))
+        self.wanted = list(dict.fromkeys([*always, *(t for _, some in instead for t in some)]))
         found = closure(graph, self.wanted, frozenset(), 0, len(graph.equations))
         self.equations = list(found.again)
         tensors = {t for i in self.equations for t in graph.equations[i].makes}
@@ -144,25 +143,21 @@ class Cutter:
         self.bytes = np.array([graph.tensors[t].bytes for t in self.tensors], dtype=float)
         work = worth.equations(graph)
         self.work = np.array([work[i] for i in self.equations])
-        self.instead = np.array([size for size, _, _ in instead], dtype=float)
-        self.beside = np.array([size for _, size, _ in instead], dtype=float)
+        self.instead = np.array([size for size, _ in instead], dtype=float)
 
     def priced(self, offset: int) -> Iterator[tuple[int, int]]:
-        """Yield the edges that cost something to cut: what is kept, run again, kept instead and
-        brought beside.
-        """
+        """Yield the edges that cost something to cut: what is kept, run again and kept instead."""
         for t, node in self.tensor_node.items():
             yield node, self.equation_node[self.graph.tensors[t].producer]
         yield from ((node, 1) for node in self.equation_node.values())
         yield from ((0, node) for node in range(offset, self.size))
-        yield from ((node, 1) for node in range(offset, self.size))
 
     def endless(
-        self, offset: int, always: Iterable[int], instead: Sequence[tuple[int, int, Sequence[int]]]
+        self, offset: int, always: Iterable[int], instead: Sequence[tuple[int, Sequence[int]]]
     ) -> Iterator[tuple[int, int]]:
         """Yield the edges that cannot be cut: what is wanted, and by what."""
         yield from ((0, self.tensor_node[t]) for t in always)
-        for node, (_, _, some) in enumerate(instead, offset):
+        for node, (_, some) in enumerate(instead, offset):
             yield from ((node, self.tensor_node[t]) for t in some)
         for i, node in self.equation_node.items():
             reads = (t for t in self.graph.equations[i].reads if t in self.tensor_node)
@@ -177,12 +172,11 @@ class Cutter:
             return Cut(frozenset(), 0.0, 0.0)
         free = set(free)
         keeping = np.where([t in free for t in self.tensors], 0.0, self.bytes)
-        sizes = np.concatenate([keeping, 0 * self.work, self.instead, self.beside])
+        sizes = np.concatenate([keeping, 0 * self.work, self.instead])
         costs = price * sizes
         costs[len(keeping) : len(keeping) + len(self.work)] = self.work
         # The flow is integral: 2^29 stands for all the costs that a cut could ever have.
-        total = min(price * keeping.sum() or 1.0, self.work.sum() or 1.0)
-        total = 1.01 * (total + price * self.beside.sum())
+        total = 1.01 * min(price * keeping.sum() or 1.0, self.work.sum() or 1.0)
         scale = 2**29 / total
         endless = 2**30
         capacities = np.full(len(self.rows), endless, dtype=np.int64)
@@ -412,7 +406,7 @@ def _loops(equations: Sequence[Equation], times: int = 1) -> Iterator[tuple[int,
             yield from _loops(e.loop.graph.equations, times * e.loop.length)
 
 
-_Needs: TypeAlias = "tuple[list[int], list[tuple[int, int, list[int]]]]"
+_Needs: TypeAlias = "tuple[list[int], list[tuple[int, list[int]]]]"
 
 
 def _needs(graph: CostGraph, place: int) -> _Needs:
@@ -420,13 +414,13 @@ def _needs(graph: CostGraph, place: int) -> _Needs:
     keep what they make of it instead, as outside of every region.
     """
     always: dict[int, None] = {}
-    instead: list[tuple[int, int, list[int]]] = []
+    instead: list[tuple[int, list[int]]] = []
     for e in graph.equations[:place]:
         own = int(graph.made_outside[e.index])
         rest = [t for t in e.needs if t not in e.keeps and graph.tensors[t].producer >= 0]
         always.update(dict.fromkeys(e.keeps if own else e.needs))
         if own and rest and e.loop is None:
-            instead.append((own, e.early_bytes, rest))
+            instead.append((own, rest))
     return [t for t in always if graph.tensors[t].producer >= 0], instead
 
 

@@ -324,7 +324,7 @@ def run(
 
     for stretch in schedule:
         lo, hi = stretch.start - start, stretch.stop - start
-        eqns = [*map(_jax.pooling_with_late_zeros, program.eqns[lo:hi])]
+        eqns = [*map(_jax.lean_pooling, program.eqns[lo:hi])]
         # What a region was given, its later stretches read once more.
         shared = {*program.invars} if nested and lo else set()
         reads = dict.fromkeys(v for e in eqns for v in e.invars if _is_var(v) and v in env)

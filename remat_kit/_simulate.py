@@ -175,8 +175,7 @@ class Simulation:
         host = self.bytes(saved & on_host)
         self.forward(schedule)
         self.seconds += 2 * host / self.host_bandwidth
-        early = [self.early_bytes(s) + more for s, more in zip(schedule, twice, strict=True)]
-        self.backward(schedule, 0, frozenset(), on_host, early)
+        self.backward(schedule, 0, frozenset(), on_host, twice)
         return Simulated(
             peak_bytes=self.peak,
             saved_bytes=self.bytes(saved - on_host) + own,
@@ -240,13 +239,6 @@ class Simulation:
             total += loop_cost(loop, plan).host_bytes
         return total
 
-    def early_bytes(self, segment: Segment) -> int:
-        """What is made for a region's derivative long before it."""
-        if segment.plain:
-            return 0
-        graph, inside = self.graph, range(segment.start, segment.stop)
-        return sum(graph.equations[i].early_bytes for i in graph.pooling if i in inside)
-
     def demand(self, segment: Segment) -> _Demand:
         found = self.graph.memory.get(segment)
         if found is None:
@@ -297,11 +289,6 @@ class Simulation:
                         steps[last + 1] += graph.tensors[s].bytes
                         steps[tensor.producer + 1] -= graph.tensors[s].bytes
         for segment in schedule:
-            for i in graph.pooling:
-                if segment.start <= i < segment.stop:
-                    steps[0] += graph.equations[i].early_bytes
-                    if segment.plain:
-                        steps[i] -= graph.equations[i].early_bytes
             if segment.plain:
                 steps[segment.start : segment.stop] += graph.made_outside[
                     segment.start : segment.stop
@@ -322,13 +309,13 @@ class Simulation:
         base: float,
         given: frozenset[int],
         on_host: frozenset[int],
-        early: Sequence[int] = (),
+        twice: Sequence[int] = (),
     ) -> None:
         """Go back through segments; ``base`` bytes and the tensors ``given`` are held anyway."""
         held = self.held(schedule)
         own = [self.own_bytes(s) for s in schedule]
-        if early:
-            own = [a + b for a, b in zip(own, early, strict=True)]
+        if twice:
+            own = [a + b for a, b in zip(own, twice, strict=True)]
         below = [given]
         levels = [base]
         for tensors, made in zip(held, own, strict=True):

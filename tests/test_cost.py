@@ -418,18 +418,19 @@ def test_what_is_remembered_does_not_change_the_answer():
     assert together == [simulate(traced(loss, *args), s) for s in schedules]
 
 
-def test_max_pooling_on_a_cpu_makes_indices_early():
+@pytest.mark.parametrize(
+    ("chip", "window", "places"), [("cpu", 2, 1), ("cpu", 8, 1), ("cpu", 9, 16), ("h100", 2, 0)]
+)
+def test_max_pooling_on_a_cpu_keeps_where_in_its_window_each_is(chip, window, places):
     def pooled(x):
-        y = jnp.exp(x)
-        window, strides = (1, 2, 2, 1), (1, 2, 2, 1)
-        y = jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, window, strides, "VALID")
+        shape, strides = (1, window, window, 1), (1, 2, 2, 1)
+        y = jax.lax.reduce_window(jnp.exp(x), -jnp.inf, jax.lax.max, shape, strides, "SAME")
         return jnp.sum(y**2)
 
-    x = struct(2, 8, 8, 4)
-    found = {chip: _cost.trace(pooled, (x,), target(chip)) for chip in ("cpu", "h100")}
-    early = {chip: sum(e.early_bytes for e in g.equations) for chip, g in found.items()}
-    elements = 2 * 8 * 8 * 4
-    assert early == {"cpu": elements * (4 * 4 + 4), "h100": 0}  # an index for each dimension, zeros
+    graph = _cost.trace(pooled, (struct(2, 16, 16, 4),), target(chip))
+    (pool,) = [e for e in graph.equations if e.primitive == "reduce_window_max"]
+    assert pool.made_bytes == places * 2 * 8 * 8 * 4
+    assert bool(pool.keeps) == (chip != "cpu")
 
 
 def test_what_is_no_loss_is_said():

@@ -826,24 +826,70 @@ def pooled_args(scale=1):
 
 @pytest.mark.parametrize("padding", [((0, 0), (0, 0)), ((1, 1), (0, 2))])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_zeros_that_come_late_change_no_derivative(padding, dtype):
-    x = jnp.round(3 * jax.random.normal(jax.random.key(1), (5, 9, 8))).astype(dtype)
+@pytest.mark.parametrize("smallest", [False, True])
+@pytest.mark.parametrize(
+    ("derivative", "values"),
+    [
+        (_jax._late_scatter, "ties"),
+        *((_jax._by_place, values) for values in ("ties", "infinite", "nan")),
+    ],
+)
+def test_lean_pooling_changes_no_derivative(derivative, smallest, values, dtype, padding):
+    key, other = jax.random.split(jax.random.key(1))
+    x = jnp.round(3 * jax.random.normal(key, (5, 9, 8))).astype(dtype)
+    strange = {"infinite": -jnp.inf, "nan": jnp.nan}.get(values, 0)
+    x = jnp.where(jax.random.uniform(other, x.shape) < 0.4, strange, x)
     window, strides, padding = (1, 3, 2), (1, 2, 1), ((0, 0), *padding)
+    start, reducer = (jnp.inf, jax.lax.min) if smallest else (-jnp.inf, jax.lax.max)
+
+    @jax.jit
+    def found(x, ct):
+        return derivative(
+            ct,
+            x,
+            select_prim=jax.lax.le_p if smallest else jax.lax.ge_p,
+            window_dimensions=window,
+            window_strides=strides,
+            padding=padding,
+        )
 
     def pool(x):
-        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, strides, padding)
+        return jax.lax.reduce_window(x, start, reducer, window, strides, padding)
 
-    y, back = jax.vjp(pool, x)
-    ct = jax.random.normal(jax.random.key(2), y.shape, dtype)
-    found = _jax._late_scatter(
-        ct,
-        x,
-        select_prim=jax.lax.ge_p,
-        window_dimensions=window,
-        window_strides=strides,
-        padding=padding,
-    )
-    np.testing.assert_array_equal(found, back(ct)[0])
+    ct = jax.random.normal(jax.random.key(2), jax.eval_shape(pool, x).shape, dtype)
+    wanted = jax.jit(lambda x, ct: jax.vjp(pool, x)[1](ct)[0])(x, ct)
+    np.testing.assert_array_equal(found(x, ct), wanted)
+
+
+def test_what_flows_back_through_a_large_window_is_left_to_xla():
+    x = jax.random.normal(jax.random.key(0), (40, 40))
+
+    def pool(x):
+        return jnp.sum(jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (9, 9), (3, 2), "VALID"))
+
+    front = remat_kit.frontier(pool, x)
+    planned = remat_kit.policy(front.policy(front.points[-1]))(pool)
+    np.testing.assert_array_equal(jax.jit(jax.grad(planned))(x), jax.jit(jax.grad(pool))(x))
+    assert "select_and_scatter" in jax.jit(jax.grad(planned)).lower(x).as_text()
+
+
+@pytest.mark.parametrize("regions", [False, True])
+def test_on_cpus_the_derivative_of_pooling_keeps_a_byte_of_each_window(monkeypatch, regions):
+    def loss(w, x):
+        y = jnp.tanh(jax.lax.conv_general_dilated(x, w, (1, 1), "SAME"))
+        window, strides = (1, 1, 3, 3), (1, 1, 2, 2)
+        y = jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, window, strides, "SAME")
+        return jnp.mean(jnp.tanh(y) ** 2)
+
+    args = struct(16, 3, 3, 3), struct(8, 3, 128, 128)
+    graph = remat_kit.frontier(loss, *args).graph
+    n = len(graph.equations)
+    planned = remat_kit.policy(_frontier.policy_of(graph, (Segment(0, n, plain=not regions),)))
+    lean = remat_kit.measure(planned(loss), *args).temp_bytes
+    monkeypatch.setattr(_jax, "lean_pooling", lambda eqn: eqn)
+    xla = remat_kit.measure(planned(lambda *args: loss(*args)), *args).temp_bytes
+    pooled = 8 * 16 * 128 * 128 * 4
+    assert xla - lean > 0.9 * pooled  # the zeros at least; and indices for the places
 
 
 def test_plans_of_pooled_networks_compose():
@@ -889,7 +935,7 @@ def test_on_gpus_zeros_to_scatter_into_come_late(monkeypatch):
     found = remat_kit.frontier(fn, *args, target="h100")
     plan = remat_kit.policy(found.policy(found.points[0]))
     late = remat_kit.measure(plan(fn), *args, target="h100")
-    monkeypatch.setattr(_jax, "pooling_with_late_zeros", lambda eqn: eqn)
+    monkeypatch.setattr(_jax, "lean_pooling", lambda eqn: eqn)
     early = remat_kit.measure(plan(lambda *args: fn(*args)), *args, target="h100")
     zeros = 16 * 32 * 32 * 16 * 4
     assert early.temp_bytes - late.temp_bytes > 0.9 * zeros
