@@ -100,8 +100,9 @@ def test_training_with_a_plan(cifar_like, capsys, tmp_path):
     plain, planned = report["runs"]
     assert len(plain["losses"]) == len(planned["losses"]) == 8
     assert report["max_ulps"] <= 4
-    # On a CPU recomputing saves nothing of this network with jax 0.10.
-    assert jax.__version_info__ < (0, 11) or report["plan"]["extra_flops_fraction"] > 0
+    # On a CPU the derivative of max pooling makes the difference, and nothing is computed twice.
+    sizes = [report["plan"][f"{which}_temp_bytes"] for which in ("baseline", "compiled")]
+    assert sizes[1] < 0.5 * sizes[0]
     assert cifar_like.main(["--smoke", "--target", "nowhere"]) == 2
 
 

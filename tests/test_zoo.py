@@ -481,6 +481,7 @@ ROOMY = {
     "vgg": {"batch": 16},
     "mlp": {"batch": 64},
     "inception": {"batch": 8, "width": 4, "dropout": 0.0},
+    "unet": {"image": 44, "levels": 2},
 }
 # A plan's regions begin and end anywhere, so that XLA fuses and rounds otherwise in each of them,
 # and batch normalization over a few pixels makes that a thousand times more in one step. These
