@@ -91,9 +91,9 @@ def with_caller(eqn: Any, caller: Any) -> Any:
 
 # XLA's GPU compiler has no select-and-scatter: it scatters into an array of zeros, which depends on
 # nothing and is made at the beginning of the program, as large as what was pooled. Its CPU compiler
-# does that too, and keeps an index for each dimension, 16 bytes for an element of a picture. The
-# two primitives below are JAX's own but for that: on GPUs the zero is made of the cotangent, on
-# CPUs a byte is kept and nothing is scattered. Seen on 0.10.2, 0.12.
+# does that too, and keeps an index of four bytes for each dimension, for each maximum. The two
+# primitives below are JAX's own but for that: on GPUs the zero is made of the cotangent, on CPUs a
+# byte is kept and nothing is scattered. Seen on 0.10.2, 0.12.
 
 
 def lean_pooling(eqn: Any) -> Any:

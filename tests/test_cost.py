@@ -172,7 +172,7 @@ def test_predictions_of_scans_on_a_tpu_are_what_its_compiler_says():
     loss = stack(lambda x, w: x + jnp.tanh(jnp.sin(x @ w)))
     args = struct(8, 4096, 4096), struct(8192, 4096)
     found = remat_kit.frontier(loss, *args, target="tpu-v5e")
-    # A body that is one region is up to 12 % too high: its transients fuse better than modelled.
+    # Not of a body that is one region: its transients fuse better than modelled.
     for point in found.points[-2:]:
         planned = remat_kit.policy(found.policy(point))(loss)
         compiled = remat_kit.measure(planned, *args, target="tpu-v5e")

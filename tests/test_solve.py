@@ -56,28 +56,6 @@ def size(graph, tensors):
 # -- minimum cuts -----------------------------------------------------------------------------
 
 
-def test_the_loss_of_a_model_on_a_tpu_is_one_stretch():
-    """Of a cut through it the cotangent of the logits would be written once more, for nothing."""
-
-    def loss(params, x):
-        ws, table = params
-        x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, ws)[0]
-        logits = x @ table
-        shifted = logits - jax.lax.stop_gradient(jnp.max(logits, -1, keepdims=True))
-        right = jnp.take_along_axis(shifted, jnp.zeros((len(x), 1), int), -1)
-        return jnp.mean(jnp.log(jnp.sum(jnp.exp(shifted), -1)) - right[:, 0])
-
-    args = (struct(4, 64, 64), struct(64, 4096)), struct(512, 64)
-    graph = _cost.trace(loss, args, target("tpu-v5e"))
-    (scan,) = [e.index for e in graph.equations if e.loop]
-    found = _solve.candidates(graph)
-    n = len(graph.equations)
-    for c in (found[0], found[-1]):
-        (loops,) = [s.loops for s in c.schedule if s.loops]
-        one = Segment(0, scan + 1, plain=True, loops=loops), Segment(scan + 1, n, plain=True)
-        assert c.cost.peak_bytes <= simulate(graph, one).peak_bytes
-
-
 def small_graphs():
     def diamond(w, x):
         a = jnp.tanh(x @ w)
