@@ -20,12 +20,13 @@ import contextlib
 import dataclasses
 import hashlib
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from remat_kit import _graph, _jax
 from remat_kit import _policy as algebra
@@ -355,8 +356,39 @@ def run(
         given = {program.invars[p]: p for e, p in stretch.offload if e == _GIVEN}
         outs = _region(part, stretch, values, prevent_cse, given)
         env.update(zip(part.outvars, outs, strict=True))
+        if nested:
+            env.update(_labelled(part, stretch, env))
         env.update(tied)
     return [read(v) for v in program.outvars]
+
+
+def _labelled(part: Program, stretch: Stretch, env: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Put the labels of what a region keeps on what it hands on, for the region around it: of a
+    region inside of another JAX keeps nothing but what that one's own derivative reads.
+    """
+    kept = _decisions(stretch)
+    found = {}
+    for place, eqn in enumerate(part.eqns, stretch.start):
+        for position, var in enumerate(eqn.outvars):
+            if (place, position) in kept and var in part.outvars:
+                found[var] = checkpoint_name(env[var], kept[place, position])
+    return found
+
+
+def _decisions(stretch: Stretch) -> dict[tuple[int, int], str]:
+    """The labels of what a region, or those inside of it, keep."""
+    if stretch.inside:
+        inside = [_decisions(s) for s in stretch.inside] if stretch.hold else []
+        return {place: text for some in inside for place, text in some.items()}
+    texts = {_KEPT: stretch.save, _MOVED: stretch.offload}
+    return {place: _label(name) for name, places in texts.items() for place in places}
+
+
+def _label(name: str) -> str:
+    decision = algebra.Decision.SAVE if name == _KEPT else algebra.Decision.OFFLOAD
+    text = label(decision, repr(_rule(name)), "pinned_host")
+    assert text is not None
+    return text
 
 
 def _first_readers(program: Program, schedule: Sequence[Stretch], start: int) -> dict[Any, Stretch]:
@@ -419,11 +451,7 @@ def _region(
 ) -> list[Any]:
     """Run one region; those of its inputs that are ``given`` wait in the host's memory."""
     if stretch.inside:
-        names = [
-            x
-            for d, n in ((algebra.Decision.SAVE, _KEPT), (algebra.Decision.OFFLOAD, _MOVED))
-            if (x := label(d, repr(_rule(n)), "pinned_host")) is not None
-        ]
+        names = [_label(_KEPT), _label(_MOVED)]
         keep = _jax.keep_names(names, keep_labelled) if stretch.hold else None
 
         def inner(*args: Any) -> list[Any]:

@@ -10,6 +10,7 @@ import sys
 
 import chex
 import jax
+import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -442,6 +443,32 @@ def test_of_equal_peaks_the_least_work_is_compiled_first(front):
     everything = Search(mlp, ARGS, 0, target("cpu"), front, 3, silent, allowed=lambda p: True)
     everything.points, everything.known = search.points, search.known
     assert search.choice("min", None) == everything.choice("free", None) == 1
+
+
+def products_of(jaxpr):
+    inner = (products_of(j) for e in jaxpr.eqns for j in jec.jaxprs_in_params(e.params))
+    return sum(e.primitive.name == "dot_general" for e in jaxpr.eqns) + sum(inner)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_what_a_region_inside_of_others_keeps_and_hands_on_is_not_made_again(depth):
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x * x)
+
+    args = [struct(16, 16)] * 4, struct(64, 16)
+    graph = remat_kit.frontier(loss, *args).graph
+    n = len(graph.equations)
+    second = [e for e in graph.equations if e.primitive == "dot_general"][1]
+    stop = second.index + 1
+    parts = Segment(0, stop, save=frozenset(second.makes)), Segment(stop, n)
+    for _ in range(depth):
+        parts = (Segment(0, n, inside=parts),)
+    planned = remat_kit.policy(_frontier.policy_of(graph, parts))(loss)
+    gradient = jax.make_jaxpr(jax.grad(planned))(*args)
+    # Four of the loss, one of which is to be made again in either region, and two for each.
+    assert products_of(gradient.jaxpr) == 14
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA:CPU undoes recompute outside loops")
