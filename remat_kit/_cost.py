@@ -132,7 +132,8 @@ class Equation:
             reads is charged to the operation whose result it writes down.
         backward_flops: floating-point operations of its derivative.
         backward_seconds: roofline time of its derivative.
-        working_bytes: what the derivative of an opaque operation needs beside its residuals.
+        working_bytes: what its derivative needs beside its residuals: all that an opaque one makes; on
+            a CPU a copy of what a convolution reads.
         rounds: whether it is a product that reads float32 matrices in half precision.
         loop: the body of a scan, or None.
     """
@@ -606,10 +607,16 @@ class _Builder:
             seconds=seconds,
             backward_flops=rule.flops if rule else 0.0,
             backward_seconds=backward_seconds,
-            working_bytes=rule.working_bytes if rule and loop is None else 0,
+            working_bytes=self.working_bytes(eqn, rule) if rule and loop is None else 0,
             rounds=self.chip.platform == "tpu" and is_rounding(eqn),
             loop=loop,
         )
+
+    def working_bytes(self, eqn: Any, rule: _Derivative) -> int:
+        copied = self.chip.platform == "cpu" and eqn.primitive.name == "conv_general_dilated"
+        if copied and rule.mask[1]:  # transposed, for the gradient of the kernel
+            return rule.working_bytes + _graph.nbytes(eqn.invars[0].aval)
+        return rule.working_bytes
 
     def made_in_memory(self, eqn: Any, rule: _Derivative | None) -> int:
         if rule is None or (self.chip.platform != "cpu" and is_fusible(eqn)):

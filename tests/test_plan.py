@@ -937,8 +937,12 @@ def test_plans_of_pooled_networks_compose():
 
     for found, wanted in zip(all_of(planned), all_of(pooled), strict=True):
         chex.assert_trees_all_close(found, wanted, rtol=1e-5, atol=1e-7)
-    found, wanted = (jax.jit(jax.grad(f))(weights, x[:1]) for f in (planned, pooled))
+    with jax.disable_jit():  # compiled, a region of a convolution and tanh rounds differently, even
+        found, wanted = (jax.grad(f)(weights, x[:1]) for f in (planned, pooled))  # jax.checkpoint's
     chex.assert_trees_all_equal(found, wanted)
+    found, wanted = (jax.jit(jax.grad(f))(weights, x[:1]) for f in (planned, pooled))
+    for one, other in zip(found, wanted, strict=True):
+        assert jnp.abs(one - other).max() <= 4 * jnp.finfo(one.dtype).eps * jnp.abs(other).max()
 
 
 @pytest.mark.parametrize("nested", [False, True])
