@@ -323,11 +323,14 @@ def run(
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, jec.Literal) else env[atom]
 
+    # In a region: what it was given, for its later stretches read that once more, and what regions
+    # inside of it hand on.
+    shared = set[Any]()
     for stretch in schedule:
         lo, hi = stretch.start - start, stretch.stop - start
         eqns = [*map(_jax.lean_pooling, program.eqns[lo:hi])]
-        # What a region was given, its later stretches read once more.
-        shared = {*program.invars} if nested and lo else set()
+        if nested and lo:
+            shared.update(program.invars)
         reads = dict.fromkeys(v for e in eqns for v in e.invars if _is_var(v) and v in env)
         tied = {v: env[v] for v in reads if first.get(v, stretch) is not stretch}
         if stretch.plain:
@@ -358,6 +361,7 @@ def run(
         env.update(zip(part.outvars, outs, strict=True))
         if nested:
             env.update(_labelled(part, stretch, env))
+            shared.update(part.outvars)
         env.update(tied)
     return [read(v) for v in program.outvars]
 
