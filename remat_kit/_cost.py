@@ -132,8 +132,8 @@ class Equation:
             reads is charged to the operation whose result it writes down.
         backward_flops: floating-point operations of its derivative.
         backward_seconds: roofline time of its derivative.
-        working_bytes: what its derivative needs beside its residuals: all that an opaque one makes; on
-            a CPU a copy of what a convolution reads.
+        working_bytes: what its derivative needs beside its residuals: all that an opaque one makes;
+            on a CPU a copy of what a convolution reads.
         rounds: whether it is a product that reads float32 matrices in half precision.
         loop: the body of a scan, or None.
     """
