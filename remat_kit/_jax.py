@@ -827,38 +827,38 @@ def compile_failure_types() -> tuple[type[BaseException], ...]:
     return (jax.errors.JaxRuntimeError,)
 
 
-# A barrier for the derivative: cotangents go on when all of them are there. XLA's CPU compiler does
-# well without, and takes a little more memory with it. Seen on 0.10.2, 0.12.
-
-_together_p = core.Primitive("optimization_barrier")
-_together_p.multiple_results = True
-_together_p.def_impl(functools.partial(dispatch.apply_primitive, _together_p))
-_together_p.def_abstract_eval(lambda *avals: avals)
-batching.primitive_batchers[_together_p] = lambda values, dims: (together(values), dims)
+# Barriers on some platforms: what comes out is there when all of what goes in is, and so are its
+# cotangents. Seen on 0.10.2, 0.12.
 
 
-def together(values: Sequence[Any]) -> list[Any]:
-    """Return some arrays, the cotangents of all of which are made before any of them is used."""
-    return _together_p.bind(*values) if values else []
+def _barrier(*, on_cpus: bool, elsewhere: bool) -> Any:
+    primitive = core.Primitive("optimization_barrier")
+    primitive.multiple_results = True
+
+    def barrier(values: Sequence[Any]) -> list[Any]:
+        return primitive.bind(*values) if values else []
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        return barrier(primals), barrier([ad.instantiate_zeros(t) for t in tangents])
+
+    def transpose(cts: Any, *primals: Any) -> Any:
+        del primals
+        return barrier([ad.instantiate_zeros(ct) for ct in cts])
+
+    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
+    primitive.def_abstract_eval(lambda *avals: avals)
+    batching.primitive_batchers[primitive] = lambda values, dims: (barrier(values), dims)
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
+    there = mlir.lower_fun(lambda *v: jax.lax.optimization_barrier(v), multiple_results=True)
+    none = mlir.lower_fun(lambda *v: v, multiple_results=True)
+    mlir.register_lowering(primitive, there if elsewhere else none)
+    mlir.register_lowering(primitive, there if on_cpus else none, platform="cpu")
+    return barrier
 
 
-def _together_jvp(primals: Any, tangents: Any) -> Any:
-    return together(primals), together([ad.instantiate_zeros(t) for t in tangents])
+# For the derivative. XLA's CPU compiler does well without, and takes a little more memory with it.
+together = _barrier(on_cpus=False, elsewhere=True)
 
-
-def _together_transpose(cts: Any, *primals: Any) -> Any:
-    del primals
-    return together([ad.instantiate_zeros(ct) for ct in cts])
-
-
-ad.primitive_jvps[_together_p] = _together_jvp
-ad.primitive_transposes[_together_p] = _together_transpose
-
-
-def _lower_together(function: Any, platform: str | None = None) -> None:
-    lowered = mlir.lower_fun(function, multiple_results=True)
-    mlir.register_lowering(_together_p, lowered, platform=platform)
-
-
-_lower_together(lambda *values: jax.lax.optimization_barrier(values))
-_lower_together(lambda *values: values, "cpu")
+# Against XLA's CPU compiler, which makes the same array in several fusions.
+together_on_cpus = _barrier(on_cpus=True, elsewhere=False)
