@@ -218,15 +218,12 @@ def _convolution(given: tuple[tuple[str, Any], ...]) -> Any:
     def derivative(primals: Any, tangents: Any) -> Any:
         (x, kernel), (dx, dkernel) = primals, tangents
         out = _CONV.bind(x, kernel, **params)
-        terms = [
-            primitive.bind(*values, **params)
-            for primitive, tangent, values in (
-                (_CONV, dx, (dx, kernel)),
-                (_conv_p, dkernel, (x, dkernel)),
-            )
-            if type(tangent) is not SymbolicZero
-        ]
-        return out, functools.reduce(jax.lax.add, terms) if terms else jnp.zeros_like(out)
+        given = [type(t) is not SymbolicZero for t in (dx, dkernel)]
+        if all(given):
+            return out, _both_p.bind(dx, dkernel, x, kernel, **params)
+        if given[0]:
+            return out, _CONV.bind(dx, kernel, **params)
+        return out, _conv_p.bind(x, dkernel, **params) if given[1] else jnp.zeros_like(out)
 
     convolution.defjvp(derivative, symbolic_zeros=True)
     return convolution
@@ -244,6 +241,51 @@ _conv_p.def_effectful_abstract_eval(_CONV.abstract_eval)
 ad.primitive_jvps[_conv_p] = ad.primitive_jvps[_CONV]
 ad.primitive_transposes[_conv_p] = _conv_transpose
 batching.fancy_primitive_batchers[_conv_p] = batching.fancy_primitive_batchers[_CONV]
+
+# The derivative by both arguments. The gradient of the kernel is made first: what it reads, often
+# the largest arrays there are, can go before the cotangent of the input is there. XLA's CPU
+# compiler puts kernel gradients off.
+_both_p = core.Primitive("convolutions")
+_both_p.def_impl(functools.partial(dispatch.apply_primitive, _both_p))
+_both_p.def_abstract_eval(
+    lambda dx, dkernel, x, kernel, **params: _CONV.abstract_eval(dx, kernel, **params)[0]
+)
+
+
+def _both(dx: Any, dkernel: Any, x: Any, kernel: Any, **params: Any) -> Any:
+    return jax.lax.add(_CONV.bind(dx, kernel, **params), _conv_p.bind(x, dkernel, **params))
+
+
+def _both_transpose(
+    ct: Any, dx: Any, dkernel: Any, x: Any, kernel: Any, **params: Any
+) -> list[Any]:
+    if type(ct) is ad_util.Zero:
+        return [None] * 4
+    given = [ad.is_undefined_primal(v) for v in (dx, dkernel)]  # zeros may be known
+    found: list[Any] = [None] * 4
+    if given[1]:
+        found[1] = _conv_transpose(ct, x, dkernel, **params)[1]
+    if all(given):
+        kernel, found[1] = together_on_cpus([kernel, found[1]])
+    if given[0]:
+        found[0] = ad.primitive_transposes[_CONV](ct, dx, kernel, **params)[0]
+    return found
+
+
+def _both_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    given = tuple(ad.instantiate_zeros(t) for t in tangents)
+    if all(type(t) is ad_util.Zero for t in tangents[2:]):  # regions in regions come here
+        return _both_p.bind(*primals, **params), _both_p.bind(*given[:2], *primals[2:], **params)
+    return jax.jvp(functools.partial(_both, **params), tuple(primals), given)
+
+
+def _both_batch(values: Any, dims: Any, **params: Any) -> Any:
+    return jax.vmap(functools.partial(_both, **params), dims)(*values), 0
+
+
+ad.primitive_jvps[_both_p] = _both_jvp
+ad.primitive_transposes[_both_p] = _both_transpose
+batching.primitive_batchers[_both_p] = _both_batch
 
 # An array, to be had once another one is there.
 _after_p = core.Primitive("after")
@@ -398,6 +440,7 @@ _lower(_scatter_p, windowed_reductions.select_and_scatter_add_p.bind)
 _lower(_scatter_p, _late_scatter, "gpu")
 _lower(_scatter_p, _by_place, "cpu")
 _lower(_conv_p, _CONV.bind)
+_lower(_both_p, _both)
 _lower(_after_p, lambda x, y: x)
 _lower(_after_p, _after, "cpu")
 

@@ -602,6 +602,30 @@ def test_what_a_convolution_and_a_region_read_is_kept_once():
     assert remat_kit.measure(alternating(program, bounds)(stack), *args).temp_bytes < 48 * 2**20
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA:CPU undoes recompute outside loops")
+def test_gradients_of_kernels_are_not_put_off():
+    """XLA's CPU compiler would make them after the cotangents: 23.1 MiB, not 20.6."""
+
+    def normed(x):
+        mean = x.mean((0, 1, 2), keepdims=True)
+        variance = (x * x).mean((0, 1, 2), keepdims=True) - mean * mean
+        return (x - mean) * jax.lax.rsqrt(variance + 1e-3)
+
+    def dense(ws, x):
+        for narrow, wide in ws:
+            out = convolved(jax.nn.relu(normed(x)), narrow, stride=1)
+            out = convolved(jax.nn.relu(normed(out)), wide, stride=1)
+            x = jnp.concatenate([x, out], -1)
+        return jnp.sum(x**2)
+
+    kernels = [(struct(1, 1, 32 + 8 * i, 32), struct(3, 3, 32, 8)) for i in range(4)]
+    args = kernels, struct(16, 32, 32, 32)
+    front = remat_kit.frontier(dense, *args, target="cpu")
+    least = remat_kit.policy(front.policy(front.points[0]))(dense)
+    found = remat_kit.measure(least, *args, target="cpu")
+    assert found.peak_bytes < 22 * 2**20
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_convolution_with_late_copies_has_the_same_derivative(dtype):
     """One argument at a time and both, forward, batched and twice."""
