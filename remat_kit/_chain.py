@@ -1,11 +1,9 @@
-"""A graph condensed into a chain of blocks, and the schedules that put its blocks together best.
+"""A graph condensed into a chain of blocks, and what regions over its blocks take.
 
-The program is cut where few bytes are alive. A dynamic program over the chain then puts blocks
-together: some blocks in no region; one region over some blocks that keeps what one of its levels
-says; a region around such regions that holds what they keep (so that what lies between them is
-rebuilt late and dropped early) or drops it (the recursion of Beaumont et al., "Optimal
-checkpointing for heterogeneous chains", 2019, whose special case for equal steps is Griewank's
-binomial schedule). The chain is only a model: what it proposes has to be simulated.
+The program is cut where few bytes are alive. For each of some sets of arrays to keep (a `Level`)
+the chain knows, block by block, what is kept, what crosses to later blocks, and what a region over
+any few blocks rebuilds. `_compose.py` puts schedules together from that. The chain is only a model:
+what it proposes has to be simulated.
 """
 
 from __future__ import annotations
@@ -14,19 +12,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from remat_kit._cost import CostGraph
 from remat_kit._cut import TIME, Worth
-from remat_kit._simulate import (
-    LoopPlan,
-    Segment,
-    closure,
-    loop_cost,
-    plain_keeps,
-)
+from remat_kit._simulate import Segment, plain_keeps
+
+# The most blocks that one region is around, where it is not around regions.
+LONGEST = 16
 
 # -- the chain ------------------------------------------------------------------------------------
 
@@ -139,9 +133,6 @@ class Level:
 
     keep: frozenset[int]
     kept: np.ndarray  # bytes kept inside the block
-    rebuild: np.ndarray  # work to rebuild what the block's derivative needs
-    pass_on: np.ndarray  # work to rebuild what the block hands on
-    rebuilt: np.ndarray  # bytes that the rebuild writes and the derivative reads
     out: np.ndarray  # [s, j]: bytes made in blocks s..j, not kept, that later blocks read
     spared: np.ndarray  # [s, j]: those of them that block j + 1 alone reads, not as a residual
 
@@ -153,6 +144,10 @@ class Chain:
         self.graph = graph
         self.worth = worth
         self.work = worth.equations(graph)
+        self.weights = np.array(self.work)
+        self.levels: dict[frozenset[int], Level] = {}
+        self.made_regions: dict[tuple[int, int, frozenset[int]], Segment] = {}
+        self.alone: dict[frozenset[int], list[list[tuple[float, float]]]] = {}
         self.cuts = list(cuts)
         self.count = len(cuts) - 1
         self.block = np.zeros(len(graph.equations) + 1, dtype=int)
@@ -163,7 +158,8 @@ class Chain:
         self.scans = np.array(
             [any(e.loop for e in graph.equations[lo:hi]) for lo, hi in self.ranges]
         )
-        self.flowing = np.array([self.cotangents(lo, hi) for lo, hi in self.ranges])
+        flowing = [self.cotangents(lo, hi) for lo, hi in self.ranges]
+        self.flowing, self.flow_first, self.flow_last, self.flow_alone = np.array(flowing).T
         self.needs = [
             list(dict.fromkeys(t for e in graph.equations[lo:hi] for t in e.needs))
             for lo, hi in self.ranges
@@ -202,57 +198,119 @@ class Chain:
                     found.append((t.index, first, last))
         return found
 
-    def cotangents(self, lo: int, hi: int) -> int:
-        """The most bytes of cotangents alive while the backward pass goes through a block."""
+    def cotangents(self, lo: int, hi: int) -> tuple[int, int, int, int]:
+        """The most bytes of cotangents alive while the backward pass goes through a block: in the
+        midst of a region, as its first block, as its last, as all of it. Those that the compiler
+        would fuse are written down where a region begins or ends.
+        """
         graph = self.graph
-        return max(
-            graph.flowing_bytes[i + 1]
-            + graph.begun_bytes[i]
-            + graph.equations[i].working_bytes
-            + graph.standing_bytes[i]
-            for i in range(lo, hi)
-        )
+        after, begins = graph.arriving(hi), graph.arriving(lo).begins
+        ending = after.fused_bytes
+        begun = sum(size for i, size in begins.items() if i >= hi)
+        found = [0, 0, 0, 0]
+        for i in range(hi - 1, lo - 1, -1):
+            begun += begins.get(i, 0)
+            within = graph.flowing_bytes[i + 1] + graph.begun_bytes[i] + graph.standing_bytes[i]
+            within += graph.equations[i].working_bytes
+            cases = (within, within + begun, within + ending, within + begun + ending)
+            found = [max(*pair) for pair in zip(found, cases, strict=True)]
+            ending -= after.fused.get(i, 0)
+        return found[0], found[1], found[2], found[3]
+
+    @functools.cached_property
+    def edges(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of cotangents that are written down where a region begins or ends, in its other
+        blocks: [s, b], in block b of one that begins with s; [j, b], of one that ends with j.
+        """
+        first, last = np.zeros((2, self.count, self.count))
+        for b in range(self.count):
+            for read, size in self.graph.arriving(self.cuts[b]).begins.items():
+                first[b, b + 1 : self.block[read] + 1] += size
+            for made, size in self.graph.arriving(self.cuts[b + 1]).fused.items():
+                last[b, self.block[made] : b] += size
+        return first, last
 
     def level(self, keep: frozenset[int]) -> Level:
-        graph = self.graph
-        k = self.count
-        kept, rebuild, pass_on, rebuilt = (np.zeros(k) for _ in range(4))
-        handed: list[list[int]] = [[] for _ in range(k)]
-        for t, first, _ in self.crossing:
-            if t not in keep:
-                handed[first].append(t)
+        """Return what it means block by block to keep a set of arrays."""
+        found = self.levels.get(keep)
+        if found is None:
+            found = self.levels[keep] = self._level(keep)
+        return found
+
+    def _level(self, keep: frozenset[int]) -> Level:
+        tensors, k = self.graph.tensors, self.count
+        kept, out, spared = np.zeros(k), np.zeros((k, k)), np.zeros((k, k))
         for t in keep:
-            kept[self.block[graph.tensors[t].producer]] += graph.tensors[t].bytes
-        for b, (lo, hi) in enumerate(self.ranges):
-            needs = set(self.needs[b])
-            found = closure(graph, needs, keep, lo, hi)
-            rebuild[b] = sum(self.work[i] for i in found.again)
-            made = {t for i in found.again for t in graph.equations[i].makes}
-            held = {s for t in needs if t not in keep for s in graph.tensors[t].sources}
-            rebuilt[b] = sum(self.rebuilt[t] for t in made & held if t not in keep)
-            rebuilt[b] += self.made[b]
-            again = closure(graph, handed[b], keep, lo, hi).again
-            pass_on[b] = sum(self.work[i] for i in again)
-        out, spared = np.zeros((k, k)), np.zeros((k, k))
+            kept[self.block[tensors[t].producer]] += tensors[t].bytes
         for t, first, last in self.crossing:
             if t not in keep:
-                out[first, first:last] += graph.tensors[t].bytes
-                if all(self.plain_last.get(s, 0) < last for s in (t, *graph.tensors[t].sources)):
-                    spared[first, last - 1] += graph.tensors[t].bytes
+                out[first, first:last] += tensors[t].bytes
+                if all(self.plain_last.get(s, 0) < last for s in (t, *tensors[t].sources)):
+                    spared[first, last - 1] += tensors[t].bytes
         # [s, j]: made in s..j and read after j.
         out, spared = (np.triu(np.cumsum(x[::-1], axis=0)[::-1]) for x in (out, spared))
-        return Level(keep, kept, rebuild, pass_on, rebuilt, out, spared)
+        return Level(keep, kept, out, spared)
+
+    def region(self, first: int, last: int, keep: frozenset[int]) -> Segment:
+        """Return a region over some blocks that keeps what is made there of a set."""
+        lo, hi = self.cuts[first], self.cuts[last + 1]
+        found = self.made_regions.get((lo, hi, keep))
+        if found is None:
+            save = frozenset(t for t in keep if lo <= self.producers[t] < hi)
+            found = self.made_regions[lo, hi, keep] = Segment(lo, hi, save=save)
+        return found
+
+    def reach(self, keep: frozenset[int]) -> list[int]:
+        """For each equation, all that runs again for it, itself too, where a set is kept: a bit
+        for each equation.
+        """
+        found: list[int] = []
+        for i, reads in enumerate(self.reads):
+            bits = 1 << i
+            for t in reads:
+                if t not in keep and self.producers[t] >= 0:
+                    bits |= found[self.producers[t]]
+            found.append(bits)
+        return found
+
+    def work_of(self, bits: int, first: int, last: int) -> float:
+        """Return the work of those equations, a bit for each, that are in some blocks."""
+        lo, count = self.cuts[first], self.cuts[last + 1] - self.cuts[first]
+        within = (bits >> lo) & ((1 << count) - 1)
+        packed = np.frombuffer(within.to_bytes((count + 7) // 8, "little"), dtype=np.uint8)
+        flags = np.unpackbits(packed, count=count, bitorder="little")
+        return float(flags @ self.weights[lo : lo + count])
+
+    def regions(self, level: Level) -> list[list[tuple[float, float]]]:
+        """What one region over blocks ``s..j`` takes, by s and then j: the bytes that it needs
+        beside what it keeps, and the work that it does again.
+        """
+        found = self.alone.get(level.keep)
+        if found is None:
+            found = [list(self.merged(level, s)) for s in range(self.count)]
+            self.alone[level.keep] = found
+        return found
 
     def merged(self, level: Level, first: int) -> Iterator[tuple[float, float]]:
-        """Yield what one region over blocks ``first..j`` takes, for each j: bytes that it rebuilds
-        and the work of that.
+        begun, ended = self.edges
+        peaks: list[float] = []
+        for b, (built, work) in enumerate(self.rebuilding(level, first), first):
+            built += begun[first, b]
+            peak = built + (self.flow_last if peaks else self.flow_alone)[b]
+            others = ended[b, first:b]
+            yield max([peak, *(peaks + others if others.any() else peaks)]), work
+            peaks.append(built + (self.flowing if peaks else self.flow_first)[b])
+
+    def rebuilding(self, level: Level, first: int) -> Iterator[tuple[float, float]]:
+        """Yield what one region over blocks ``first..j`` rebuilds, for each j: its bytes and the
+        work of that.
         """
         start, keep = self.cuts[first], level.keep
         producers, written, reads, price = self.producers, self.written, self.reads, self.work
         seen: set[int] = set(keep)
         again: set[int] = set()
         built = work = 0.0
-        for b in range(first, min(self.count, first + _LONGEST)):
+        for b in range(first, min(self.count, first + LONGEST)):
             if self.scans[b]:
                 return
             todo = list(self.needs[b])
@@ -271,337 +329,3 @@ class Chain:
                             built += size
             built += self.made[b]
             yield built, work
-
-
-# -- putting blocks together ----------------------------------------------------------------------
-
-
-class _Item(NamedTuple):
-    """Some consecutive blocks treated alike, as the chain sees them.
-
-    ``form`` is "plain", "leaf" (one region), "hold" or "drop" (a region around one region per
-    block), "nest" (a region that drops, around whatever the recursion finds best) or "loop".
-    ``kept`` bytes are there while later blocks are differentiated, ``stay`` of them and ``working``
-    others while these are: what was only handed on is free by then. If no region comes next,
-    ``spared`` of the bytes kept are not: what the next block makes of them is kept there.
-    """
-
-    first: int
-    last: int
-    form: str
-    level: int
-    kept: float
-    stay: float
-    working: float
-    work: float
-    spared: float = 0.0
-
-    def slots(self, size: float) -> tuple[int, int]:
-        """Return the slots of memory kept, and the slots that the item needs in all."""
-        kept, stay = self.rounded(self.kept, size), self.rounded(self.stay, size)
-        return kept, max(kept, stay + math.ceil(self.working / size))
-
-    def ways(self) -> list[tuple[_Item, int]]:
-        """Return what it is before a region (1) and before what is in none (0)."""
-        if self.form == "plain":  # two of them are one
-            return [(self, 1)]
-        less = self._replace(kept=self.kept - self.spared) if self.spared else self
-        return [(self, 1), (less, 0)]
-
-    def rounded(self, amount: float, size: float) -> int:
-        """Return an amount in slots, up or down by turns over the blocks, so that errors of equal
-        blocks do not add up.
-        """
-        return math.floor(amount / size + (self.first * _GOLDEN) % 1)
-
-
-_LONGEST = 16
-_GOLDEN = (math.sqrt(5) - 1) / 2
-
-
-class Composer:
-    def __init__(
-        self,
-        chain: Chain,
-        levels: Sequence[Level],
-        loops: dict[int, list[LoopPlan]],
-        host_bandwidth: float = math.inf,
-    ):
-        self.chain = chain
-        self.levels = levels
-        self.loops = loops
-        self.host_bandwidth = host_bandwidth
-        self.parts: dict[tuple[int, int, int], frozenset[int]] = {}
-        self.handed_on = chain.level(frozenset()).out
-
-    @functools.cached_property
-    def items(self) -> list[list[tuple[_Item, int]]]:
-        """The items of a few blocks that are worth having, as `ways`, by their first block."""
-        chain = self.chain
-        k = chain.count
-        found: list[list[_Item]] = [[] for _ in range(k)]
-        for b in range(k):
-            if chain.scans[b]:
-                found[b] += self.loop_items(b)
-            found[b] += _plain_items(chain, b)
-        for number, level in enumerate(self.levels):
-            for s in range(k):
-                if not chain.scans[s]:
-                    found[s] += self.group_items(number, level, s)
-        return [[w for item in _undominated(options) for w in item.ways()] for options in found]
-
-    def group_items(self, number: int, level: Level, s: int) -> list[_Item]:
-        chain = self.chain
-        found = []
-        kept = work = between = 0.0
-        merged_peak = grouped_peak = dropped_peak = 0.0
-        inner = held = 0.0
-        for j, (built, again) in zip(range(s, chain.count), chain.merged(level, s), strict=False):
-            out = level.out[s, j]
-            spared = level.spared[s, j]
-            kept += level.kept[j]
-            work += level.rebuild[j]
-            # One region over all: what it rebuilds is there at once.
-            merged_peak = max(merged_peak, built + chain.flowing[j])
-            both = kept + out, kept
-            found.append(_Item(s, j, "leaf", number, *both, merged_peak, again, spared))
-            # A region around one per block: what they hand on is there at once, and the rest late.
-            held += level.kept[j]
-            grouped_peak = max(grouped_peak, inner + level.rebuilt[j] + chain.flowing[j])
-            dropped_peak = max(dropped_peak, inner + held + level.rebuilt[j] + chain.flowing[j])
-            if j > s:
-                extra = work + between
-                found.append(_Item(s, j, "hold", number, *both, grouped_peak, extra, spared))
-                extra = chain.forward[s : j + 1].sum() + work
-                out = self.handed_on[s, j]  # what it keeps inside is handed on too
-                found.append(_Item(s, j, "drop", number, out, 0.0, dropped_peak, extra))
-            inner += level.out[j, j]
-            between += level.pass_on[j]
-        return found
-
-    def loop_items(self, b: int) -> list[_Item]:
-        (scan,) = [e for e in self.chain.graph.equations[slice(*self.chain.ranges[b])] if e.loop]
-        assert scan.loop is not None
-        found = []
-        for number, plan in enumerate(self.loops.get(scan.index, ())):
-            cost = loop_cost(scan.loop, plan, self.host_bandwidth)
-            stay = float(self.chain.plain[b]) - scan.made_in_memory + cost.saved_bytes
-            found.append(
-                _Item(
-                    b,
-                    b,
-                    "loop",
-                    number,
-                    stay + float(self.chain.plain_out[b, b]),
-                    stay,
-                    float(self.chain.flowing[b]) + cost.peak_bytes - cost.saved_bytes,
-                    self.chain.worth.extra(cost),
-                )
-            )
-        return found
-
-    # .. the table: least extra work for blocks t.. with m slots of memory
-
-    def solve(self, top: float, slots: int) -> list[tuple[Segment, ...]]:
-        """Return the schedules that are best for some memory up to ``top`` bytes."""
-        k = self.chain.count
-        size = top / slots
-        items = self.items
-        nested = self.nested(size, slots)
-        # By the block and by whether a region comes next (1) or none (0).
-        best = np.full((k + 1, 2, slots + 1), np.inf)
-        best[k] = 0.0
-        choice = np.full((k, 2, slots + 1), -1, dtype=int)
-        chosen: list[list[tuple[_Item, int]]] = []
-        memory = np.arange(slots + 1)
-        for t in range(k - 1, -1, -1):
-            options = [*items[t], *(way for item in nested[t] for way in item.ways())]
-            chosen.append(options)
-            for number, (item, follower) in enumerate(options):
-                kept, need = item.slots(size)
-                if need > slots:
-                    continue
-                value = item.work + best[item.last + 1][follower][memory[need:] - kept]
-                if item.form == "nest":
-                    inside = memory[need:] - item.rounded(item.stay, size)
-                    value += self.inner[(item.first, item.last)][inside]
-                known, numbers = (x[t][int(item.form != "plain")][need:] for x in (best, choice))
-                better = value < known * (1 - 1e-9)
-                known[better] = value[better]
-                numbers[better] = number
-        chosen.reverse()
-        found: dict[tuple[Segment, ...], None] = {}
-        previous = math.inf
-        for m in range(slots + 1):
-            least = best[0][:, m].min()
-            if not math.isfinite(least) or least >= previous * (1 - 1e-6) - 1e-15:
-                continue
-            previous = least
-            found[self.schedule(choice, chosen, int(best[0][:, m].argmin()), m, size)] = None
-        return list(found)
-
-    def schedule(
-        self,
-        choice: np.ndarray,
-        chosen: list[list[tuple[_Item, int]]],
-        region: int,
-        m: int,
-        size: float,
-    ) -> tuple[Segment, ...]:
-        t, parts = 0, []
-        while t < self.chain.count:
-            item, follower = chosen[t][choice[t][region][m]]
-            kept, _ = item.slots(size)
-            parts += self.segment(item, m)
-            m, t, region = m - kept, item.last + 1, follower
-        return joined(tuple(parts))
-
-    def segment(self, item: _Item, room: int) -> list[Segment]:
-        cuts = self.chain.cuts
-        lo, hi = cuts[item.first], cuts[item.last + 1]
-        if item.form == "plain":
-            return [Segment(lo, hi, plain=True)]
-        if item.form == "loop":
-            (scan,) = [e.index for e in self.chain.graph.equations[lo:hi] if e.loop]
-            plan = self.loops[scan][item.level]
-            return [Segment(lo, hi, plain=True, loops=((scan, plan),))]
-        if item.form == "leaf":
-            return [Segment(lo, hi, save=self.kept(item.level, lo, hi))]
-        if item.form == "nest":
-            room -= item.rounded(item.stay, self.size)
-            return [Segment(lo, hi, inside=self.backtrack(item.first, item.last, room), hold=False)]
-        inside = tuple(
-            Segment(a, b, save=self.kept(item.level, a, b))
-            for a, b in self.chain.ranges[item.first : item.last + 1]
-        )
-        return [Segment(lo, hi, inside=inside, hold=item.form == "hold")]
-
-    def kept(self, level: int, lo: int, hi: int) -> frozenset[int]:
-        found = self.parts.get((level, lo, hi))
-        if found is None:
-            tensors = self.chain.graph.tensors
-            keep = self.levels[level].keep
-            found = frozenset(t for t in keep if lo <= tensors[t].producer < hi)
-            self.parts[level, lo, hi] = found
-        return found
-
-    # .. regions in regions in regions: the recursion of heterogeneous chains
-
-    def nested(self, size: float, slots: int) -> list[list[_Item]]:
-        """Items that drop what they keep and go back through themselves as best they can."""
-        self.inner: dict[tuple[int, int], np.ndarray] = {}
-        self.inner_choice: dict[tuple[int, int], np.ndarray] = {}
-        self.inner_options: list[list[_Item]] = []
-        chain, k = self.chain, self.chain.count
-        found: list[list[_Item]] = [[] for _ in range(k)]
-        if chain.scans.any() or k > 160 or k < 3:
-            return found
-        out = self.handed_on
-        singles: list[list[_Item]] = []
-        for b in range(k):
-            options = [next(_plain_items(chain, b))]
-            for number, level in enumerate(self.levels):
-                kept = level.kept[b] + level.out[b, b]
-                working = level.rebuilt[b] + chain.flowing[b]
-                options.append(
-                    _Item(b, b, "leaf", number, kept, level.kept[b], working, level.rebuild[b])
-                )
-            singles.append(_undominated(options))
-        self.inner_options = singles
-        forward = np.concatenate([[0.0], np.cumsum(chain.forward)])
-        memory = np.arange(slots + 1)
-        never = np.full(slots + 1, np.inf)
-        for length in range(1, k):
-            for s in range(k - length + 1):
-                t = s + length - 1
-                value, pick = never.copy(), np.full(slots + 1, -1, dtype=np.int32)
-                rest = self.inner.get((s + 1, t)) if length > 1 else np.zeros(slots + 1)
-                for number, item in enumerate(singles[s]):
-                    # The last block inside a region hands on to nothing inside it.
-                    if s == t:
-                        item = item._replace(kept=item.stay)
-                    kept_slots, need = item.slots(size)
-                    if need > slots or rest is None:
-                        continue
-                    new = item.work + rest[memory[need:] - kept_slots]
-                    better = new < value[need:] * (1 - 1e-9)
-                    value[need:][better] = new[better]
-                    pick[need:][better] = number
-                if length > 2 and k <= 80:
-                    for j in range(s + 1, t):  # blocks s..j once more in a region of their own
-                        kept_slots = round(out[s, j] / size)
-                        if kept_slots > slots:
-                            continue
-                        ahead = self.inner[(j + 1, t)][memory[kept_slots:] - kept_slots]
-                        new = (
-                            forward[j + 1]
-                            - forward[s]
-                            + ahead
-                            + self.inner[(s, j)][memory[kept_slots:]]
-                        )
-                        better = new < value[kept_slots:] * (1 - 1e-9)
-                        value[kept_slots:][better] = new[better]
-                        pick[kept_slots:][better] = 1000 + j
-                self.inner[(s, t)], self.inner_choice[(s, t)] = value, pick
-                if length > 2:
-                    again = float(forward[t + 1] - forward[s])
-                    found[s].append(_Item(s, t, "nest", -1, float(out[s, t]), 0.0, 0.0, again))
-        return found
-
-    def backtrack(self, s: int, t: int, room: int) -> tuple[Segment, ...]:
-        cuts, parts = self.chain.cuts, []
-        size = self.size
-        while s <= t:
-            pick = int(self.inner_choice[(s, t)][room])
-            if pick >= 1000:
-                j = pick - 1000
-                inside = self.backtrack(s, j, room)
-                room -= round(self.handed_on[s, j] / size)
-                parts.append(Segment(cuts[s], cuts[j + 1], inside=inside, hold=False))
-                s = j + 1
-                continue
-            item = self.inner_options[s][pick]
-            parts += self.segment(item, room)
-            room -= item.rounded(item.kept if s < t else item.stay, size)
-            s += 1
-        return joined(tuple(parts))
-
-    size = 1.0
-
-
-def _plain_items(chain: Chain, first: int) -> Iterator[_Item]:
-    """Yield blocks ``first..j`` without a region, for each j: between them nothing is handed on but
-    what their derivatives read.
-    """
-    stay = need = 0.0
-    for j in range(first, chain.count):
-        stay += float(chain.plain[j])
-        need = max(need, stay + chain.flowing[j])
-        kept = stay + float(chain.plain_out[first, j])
-        yield _Item(first, j, "plain", -1, kept, stay, need - stay, 0.0)
-
-
-def _undominated(items: Sequence[_Item]) -> list[_Item]:
-    """Leave out items that take no less of anything than another over the same blocks."""
-    found: list[_Item] = []
-    by_last: dict[int, list[tuple[float, float, float]]] = {}
-    for item in sorted(items, key=lambda i: (i.work, i.kept, i.working)):
-        others = by_last.setdefault(item.last, [])
-        # Before a region, before what is in none, by itself.
-        kept, less, used = item.kept, item.kept - item.spared, item.stay + item.working
-        if any(a <= kept and b <= less and c <= used for a, b, c in others):
-            continue
-        others.append((kept, less, used))
-        found.append(item)
-    return found
-
-
-def joined(parts: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    """Put neighbours that have no region together."""
-    found: list[Segment] = []
-    for part in parts:
-        if part.plain and found and found[-1].plain:
-            last = found.pop()
-            part = Segment(last.start, part.stop, plain=True, loops=(*last.loops, *part.loops))
-        found.append(part)
-    return tuple(found)

@@ -34,9 +34,8 @@ class Segment:
             backward pass needs are computed again from them and from what came in.
         plain: no region at all: everything that the derivative reads is kept as it is.
         inside: smaller segments that cover this one. The segment is then one region around them:
-            it is computed again as a whole, and they keep what they keep only from then on.
-        hold: the region around smaller segments keeps what they save, so that they too begin with
-            it; False keeps nothing.
+            it is computed again as a whole from ``save``, which they save too, and what else they
+            save they keep from then on.
         offload: those of ``save`` that wait in the host's memory; in the body of a scan also what
             comes in from the iteration before.
         loops: for each scan inside, by its equation's index, how its iterations are run.
@@ -47,16 +46,8 @@ class Segment:
     save: frozenset[int] = frozenset()
     plain: bool = False
     inside: tuple[Segment, ...] = ()
-    hold: bool = True
     offload: frozenset[int] = frozenset()
     loops: tuple[tuple[int, LoopPlan], ...] = ()
-
-    @property
-    def kept(self) -> frozenset[int]:
-        """What is kept through the first forward pass, by the segments inside too."""
-        if not self.inside:
-            return self.save
-        return frozenset().union(*(s.kept for s in self.inside)) if self.hold else frozenset()
 
     def leaves(self) -> Iterator[Segment]:
         """Yield the innermost segments, in order."""
@@ -194,7 +185,7 @@ class Simulation:
     def held(self, schedule: Sequence[Segment]) -> list[frozenset[int]]:
         """For each segment, what must be held for its backward pass when that begins."""
         return [
-            (self.demand(s).outside | s.kept) if not s.plain else self.plain_keeps(s)
+            (self.demand(s).outside | s.save) if not s.plain else self.plain_keeps(s)
             for s in schedule
         ]
 
@@ -226,7 +217,7 @@ class Simulation:
         later = frozenset[int]()
         for number in range(len(schedule) - 1, -1, -1):
             if self.graph.stacked and not schedule[number].plain:
-                found[number] = self.bytes(schedule[number].kept & later)
+                found[number] = self.bytes(schedule[number].save & later)
             later |= held[number]
         return found
 
@@ -255,7 +246,7 @@ class Simulation:
         if segment.inside:
             wanted = set[int]()
             for part in segment.inside:
-                wanted |= self.demand(part).outside | part.kept
+                wanted |= self.demand(part).outside | part.save
                 if part.plain:  # what derivatives make for themselves is made of what they need
                     wanted |= self.plain_keeps(part)
                     wanted.update(
@@ -263,7 +254,7 @@ class Simulation:
                     )
         else:
             wanted = {t for e in self.graph.equations[lo:hi] for t in e.needs}
-        return closure(self.graph, wanted, segment.kept, lo, hi)
+        return closure(self.graph, wanted, segment.save, lo, hi)
 
     # .. the two passes
 

@@ -18,7 +18,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from remat_kit._chain import Chain, Composer, coarser, joined, positions, unbroken
+from remat_kit._chain import Chain, coarser, positions, unbroken
+from remat_kit._compose import Composer, Layer, joined
 from remat_kit._cost import CostGraph, Loop
 from remat_kit._cut import TIME, Cutter, Worth, price_range
 from remat_kit._simulate import LoopPlan, Segment, Simulated, closure, loop_cost, simulate
@@ -210,6 +211,8 @@ def _proposals(
     short = len(graph.equations) <= _SHORT
     measures = [worth, besides] if short else [worth]
     sets = [fine, coarse, *([unbroken(graph, fine)] if short else [])]
+    more = [frozenset(), _products(graph), frozenset(graph.residuals)]
+    outer = {k for k in everywhere if k}
     for cuts, measure in itertools.product(dict.fromkeys(map(tuple, sets)), measures):
         chain = Chain(graph, cuts, measure)
         handed = {t for t, _, _ in chain.crossing}
@@ -220,7 +223,8 @@ def _proposals(
                 keeps.setdefault(others[number])
                 keeps.setdefault(other.cut(price, free=handed).keep)
         kept = [chain.level(k) for k in _distinct(graph, keeps)]
-        composer = Composer(chain, kept, loops, host_bandwidth)
+        layers = [Layer(chain, level, more) for level in kept if level.keep in outer]
+        composer = Composer(chain, kept, loops, layers, host_bandwidth)
         top = float(chain.plain.sum() + chain.flowing.max())
         # Each schedule is simulated; short chains and small graphs can have finer steps.
         steps = slots * (4 if chain.count <= 32 else 2 if small else 1)

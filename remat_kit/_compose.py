@@ -1,0 +1,510 @@
+"""The schedules that put the blocks of a chain together best, for every amount of memory.
+
+`Composer` is a dynamic program over a `Chain`. Consecutive blocks are in no region; in one region
+that keeps what one of the chain's levels says; in a region that keeps what a level says around
+regions that keep more once it has been rebuilt (`Layer`), so that little is held through the
+forward pass and no operation runs three times; or in a region that keeps nothing around whatever
+the recursion finds best (Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019,
+whose special case for equal steps is Griewank's binomial schedule).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from remat_kit._chain import Chain, Level
+from remat_kit._simulate import LoopPlan, Segment, loop_cost
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def _rounded(amount: float, size: float, first: int) -> int:
+    """Return an amount in slots, up or down by turns over the blocks, so that errors of equal
+    blocks do not add up.
+    """
+    return math.floor(amount / size + (first * _GOLDEN) % 1)
+
+
+class _Choice(Protocol):
+    """What is done with some blocks, of which the last is known, and what it takes."""
+
+    @property
+    def last(self) -> int: ...
+
+    @property
+    def work(self) -> float: ...
+
+    def takes(self) -> tuple[float, ...]: ...
+
+
+_C = TypeVar("_C", bound=_Choice)
+
+
+def _undominated(choices: Sequence[_C]) -> list[_C]:
+    """Leave out choices that take no less of anything than another for the same blocks."""
+    found: list[_C] = []
+    by_last: dict[int, list[tuple[float, ...]]] = {}
+    for choice in sorted(choices, key=lambda c: (c.work, *c.takes())):
+        others, takes = by_last.setdefault(choice.last, []), choice.takes()
+        if not any(all(map(operator.le, other, takes)) for other in others):
+            others.append(takes)
+            found.append(choice)
+    return found
+
+
+# -- a region that keeps one level, around regions that keep more ---------------------------------
+
+# Blocks: of a region inside of another, and of that one.
+_INNER, _OUTER = 8, 24
+
+
+class _Part(NamedTuple):
+    """One region inside of another, from a known block to ``last``.
+
+    Bytes are beside those that the outer region keeps: ``kept`` while later blocks are
+    differentiated, ``stay`` of them and ``working`` others while these are. ``work`` is its own and
+    what the outer region does to make what this one keeps and hands on; ``less`` is without what
+    it hands on.
+    """
+
+    last: int
+    kept: float
+    stay: float
+    working: float
+    work: float
+    less: float
+    keep: frozenset[int]
+
+    def takes(self) -> tuple[float, ...]:
+        return self.kept, self.stay + self.working, self.less
+
+    def need(self, kept: int, size: float, first: int) -> int:
+        """Return the slots that it needs in all."""
+        return max(kept, _rounded(self.stay, size, first) + math.ceil(self.working / size))
+
+
+class Layer:
+    """Regions that keep one level of a chain, each around regions that keep more.
+
+    The outer region is rebuilt once from what it keeps; the inner ones then find what they keep and
+    what comes in, and rebuild the rest one after the other.
+
+    Args:
+        chain: of the program.
+        level: what the outer regions keep.
+        more: sets that inner regions keep beside it, one of them each.
+    """
+
+    def __init__(self, chain: Chain, level: Level, more: Sequence[frozenset[int]]):
+        self.chain = chain
+        self.level = level
+        parts: list[list[_Part]] = [[] for _ in range(chain.count)]
+        reach = chain.reach(level.keep)
+        handed = self.handed(reach)
+        for keep in dict.fromkeys(level.keep | extra for extra in more):
+            finer = chain.level(keep)
+            for s, some in enumerate(self.parts_of(finer, reach, handed)):
+                parts[s] += some
+        self.parts = [_undominated(some) for some in parts]
+
+    def handed(self, reach: Sequence[int]) -> list[list[int]]:
+        """What runs again for what blocks ``s..j`` hand on, by s and then j."""
+        chain = self.chain
+        ends: list[list[tuple[int, int]]] = [[] for _ in range(chain.count)]
+        for t, first, last in chain.crossing:
+            if t not in self.level.keep:
+                ends[first].append((last, reach[chain.producers[t]]))
+        found: list[list[int]] = [[0] * _INNER for _ in range(chain.count)]
+        for j in range(chain.count):
+            bits = 0
+            for s in range(j, max(-1, j - _INNER), -1):
+                for last, some in ends[s]:
+                    if last > j:
+                        bits |= some
+                found[s][j - s] = bits
+        return found
+
+    def parts_of(
+        self, finer: Level, reach: Sequence[int], handed: Sequence[Sequence[int]]
+    ) -> Iterator[list[_Part]]:
+        """Yield the regions that begin with each block and keep one level."""
+        chain = self.chain
+        own = [0] * chain.count
+        for t in finer.keep - self.level.keep:
+            own[chain.block[chain.producers[t]]] |= reach[chain.producers[t]]
+        more = finer.kept - self.level.kept
+        for s, regions in enumerate(chain.regions(finer)):
+            stay, bits, found = 0.0, 0, []
+            for j, (working, again) in enumerate(regions[:_INNER], s):
+                stay += more[j]
+                bits |= own[j]
+                less = again + chain.work_of(bits, s, j)
+                work = again + chain.work_of(bits | handed[s][j - s], s, j)
+                kept = stay + finer.out[s, j]
+                found.append(_Part(j, kept, stay, working, work, less, finer.keep))
+            yield found
+
+    def solve(self, size: float, slots: int) -> None:
+        """Find the least work for any blocks and any memory beside what the outer region keeps."""
+        k = self.chain.count
+        self.size = size
+        self.value = np.full((k, _OUTER, slots + 1), np.inf)
+        self.pick = np.full((k, _OUTER, slots + 1), -1, dtype=np.int16)
+        for s in range(k - 1, -1, -1):
+            for place, part in enumerate(self.parts[s]):
+                length = part.last - s
+                need = part.need(0, size, s)
+                if need <= slots:
+                    self.improve((s, slice(length, length + 1)), need, part.less, place)
+                kept = _rounded(part.kept, size, s)
+                need = part.need(kept, size, s)
+                rest = min(_OUTER - 1 - length, k - 1 - part.last)
+                if need <= slots and rest > 0:
+                    ahead = self.value[part.last + 1, :rest, need - kept : slots + 1 - kept]
+                    where = s, slice(length + 1, length + 1 + rest)
+                    self.improve(where, need, ahead + part.work, place)
+
+    def improve(self, where: tuple[int, slice], need: int, work: object, place: int) -> None:
+        value, pick = self.value[where][:, need:], self.pick[where][:, need:]
+        better = work < value * (1 - 1e-9)
+        np.copyto(value, work, where=better)  # pyright: ignore[reportArgumentType]
+        np.copyto(pick, place, where=better)
+
+    def lasts(self, first: int) -> Iterator[int]:
+        """Yield the last blocks of the outer regions that begin with one and can be had."""
+        for length in range(1, min(_OUTER, self.chain.count - first)):
+            if math.isfinite(self.value[first, length, -1]):
+                yield first + length
+
+    def segment(self, first: int, last: int, room: int) -> Segment:
+        """Return the outer region over some blocks that is best for so many slots of memory."""
+        chain = self.chain
+        inside, s = [], first
+        while s <= last:
+            part = self.parts[s][self.pick[s, last - s, room]]
+            inside.append(chain.region(s, part.last, part.keep))
+            room -= _rounded(part.kept if part.last < last else part.stay, self.size, s)
+            s = part.last + 1
+        outer = chain.region(first, last, self.level.keep)
+        return dataclasses.replace(outer, inside=tuple(inside)) if len(inside) > 1 else outer
+
+
+# -- all together ---------------------------------------------------------------------------------
+
+
+class _Item(NamedTuple):
+    """Some consecutive blocks treated alike, as the chain sees them.
+
+    ``form`` is "plain", "leaf" (one region), "layer" (a region around regions that keep more than
+    it), "nest" (a region that keeps nothing, around whatever the recursion finds best) or "loop".
+    ``level`` is the number of a level, a layer or a scan's plan.
+    ``kept`` bytes are there while later blocks are differentiated, ``stay`` of them and ``working``
+    others while these are: what was only handed on is free by then. If no region comes next,
+    ``spared`` of the bytes kept are not: what the next block makes of them is kept there.
+    """
+
+    first: int
+    last: int
+    form: str
+    level: int
+    kept: float
+    stay: float
+    working: float
+    work: float
+    spared: float = 0.0
+
+    def takes(self) -> tuple[float, ...]:
+        """What it takes before a region, before what is in none and by itself."""
+        return self.kept, self.kept - self.spared, self.stay + self.working
+
+    def slots(self, size: float) -> tuple[int, int]:
+        """Return the slots of memory kept, and the slots that the item needs in all."""
+        kept = _rounded(self.kept, size, self.first)
+        return kept, max(kept, self.room(size) + math.ceil(self.working / size))
+
+    def room(self, size: float) -> int:
+        """Return the slots that are there while its own blocks are differentiated."""
+        return _rounded(self.stay, size, self.first)
+
+    def ways(self) -> list[tuple[_Item, int]]:
+        """Return what it is before a region (1) and before what is in none (0)."""
+        if self.form == "plain":  # two of them are one
+            return [(self, 1)]
+        less = self._replace(kept=self.kept - self.spared) if self.spared else self
+        return [(self, 1), (less, 0)]
+
+
+class Composer:
+    """The dynamic program over a chain.
+
+    Args:
+        chain: of the program.
+        levels: what regions may keep.
+        loops: how each scan may be run, by its equation.
+        layers: regions around regions.
+        host_bandwidth: bytes a second to the host, one way.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        levels: Sequence[Level],
+        loops: dict[int, list[LoopPlan]],
+        layers: Sequence[Layer] = (),
+        host_bandwidth: float = math.inf,
+    ):
+        self.chain = chain
+        self.levels = levels
+        self.loops = loops
+        self.layers = layers
+        self.host_bandwidth = host_bandwidth
+        self.handed_on = chain.level(frozenset()).out
+
+    @functools.cached_property
+    def items(self) -> list[list[tuple[_Item, int]]]:
+        """The items of a few blocks that are worth having, as `ways`, by their first block."""
+        chain = self.chain
+        k = chain.count
+        found: list[list[_Item]] = [[] for _ in range(k)]
+        for b in range(k):
+            if chain.scans[b]:
+                found[b] += self.loop_items(b)
+            found[b] += _plain_items(chain, b)
+        for number, level in enumerate(self.levels):
+            for s in range(k):
+                if not chain.scans[s]:
+                    found[s] += self.leaf_items(number, level, s)
+        return [[w for item in _undominated(options) for w in item.ways()] for options in found]
+
+    def leaf_items(self, number: int, level: Level, s: int) -> Iterator[_Item]:
+        stay = 0.0
+        for j, (working, again) in enumerate(self.chain.regions(level)[s], s):
+            stay += float(level.kept[j])
+            kept = stay + float(level.out[s, j])
+            yield _Item(s, j, "leaf", number, kept, stay, working, again, float(level.spared[s, j]))
+
+    def loop_items(self, b: int) -> list[_Item]:
+        (scan,) = [e for e in self.chain.graph.equations[slice(*self.chain.ranges[b])] if e.loop]
+        assert scan.loop is not None
+        found = []
+        for number, plan in enumerate(self.loops.get(scan.index, ())):
+            cost = loop_cost(scan.loop, plan, self.host_bandwidth)
+            stay = float(self.chain.plain[b]) - scan.made_in_memory + cost.saved_bytes
+            found.append(
+                _Item(
+                    b,
+                    b,
+                    "loop",
+                    number,
+                    stay + float(self.chain.plain_out[b, b]),
+                    stay,
+                    float(self.chain.flowing[b]) + cost.peak_bytes - cost.saved_bytes,
+                    self.chain.worth.extra(cost),
+                )
+            )
+        return found
+
+    # .. the table: least extra work for blocks t.. with m slots of memory
+
+    def solve(self, top: float, slots: int) -> list[tuple[Segment, ...]]:
+        """Return the schedules that are best for some memory up to ``top`` bytes."""
+        k = self.chain.count
+        size = top / slots
+        items = self.items
+        nested = self.nested(size, slots)
+        layered = self.layered(size, slots)
+        # By the block and by whether a region comes next (1) or none (0).
+        best = np.full((k + 1, 2, slots + 1), np.inf)
+        best[k] = 0.0
+        choice = np.full((k, 2, slots + 1), -1, dtype=int)
+        chosen: list[list[tuple[_Item, int]]] = []
+        memory = np.arange(slots + 1)
+        for t in range(k - 1, -1, -1):
+            around = (way for item in (*nested[t], *layered[t]) for way in item.ways())
+            options = [*items[t], *around]
+            chosen.append(options)
+            for number, (item, follower) in enumerate(options):
+                kept, need = item.slots(size)
+                if need > slots:
+                    continue
+                value = item.work + best[item.last + 1][follower][memory[need:] - kept]
+                inside = self.inside(item)
+                if inside is not None:
+                    value += inside[memory[need:] - item.room(size)]
+                known, numbers = (x[t][int(item.form != "plain")][need:] for x in (best, choice))
+                better = value < known * (1 - 1e-9)
+                known[better] = value[better]
+                numbers[better] = number
+        chosen.reverse()
+        found: dict[tuple[Segment, ...], None] = {}
+        previous = math.inf
+        for m in range(slots + 1):
+            least = best[0][:, m].min()
+            if not math.isfinite(least) or least >= previous * (1 - 1e-6) - 1e-15:
+                continue
+            previous = least
+            found[self.schedule(choice, chosen, int(best[0][:, m].argmin()), m, size)] = None
+        return list(found)
+
+    def schedule(
+        self,
+        choice: np.ndarray,
+        chosen: list[list[tuple[_Item, int]]],
+        region: int,
+        m: int,
+        size: float,
+    ) -> tuple[Segment, ...]:
+        t, parts = 0, []
+        while t < self.chain.count:
+            item, follower = chosen[t][choice[t][region][m]]
+            kept, _ = item.slots(size)
+            parts += self.segment(item, m)
+            m, t, region = m - kept, item.last + 1, follower
+        return joined(tuple(parts))
+
+    def segment(self, item: _Item, room: int) -> list[Segment]:
+        chain = self.chain
+        lo, hi = chain.cuts[item.first], chain.cuts[item.last + 1]
+        if item.form == "plain":
+            return [Segment(lo, hi, plain=True)]
+        if item.form == "loop":
+            (scan,) = [e.index for e in chain.graph.equations[lo:hi] if e.loop]
+            plan = self.loops[scan][item.level]
+            return [Segment(lo, hi, plain=True, loops=((scan, plan),))]
+        if item.form == "leaf":
+            return [chain.region(item.first, item.last, self.levels[item.level].keep)]
+        room -= item.room(self.size)
+        if item.form == "layer":
+            return [self.layers[item.level].segment(item.first, item.last, room)]
+        return [Segment(lo, hi, inside=self.backtrack(item.first, item.last, room))]
+
+    def inside(self, item: _Item) -> np.ndarray | None:
+        """Return the least work of the regions inside of an item, for each amount of memory."""
+        if item.form == "layer":
+            return self.layers[item.level].value[item.first, item.last - item.first]
+        return self.inner[item.first, item.last] if item.form == "nest" else None
+
+    def layered(self, size: float, slots: int) -> list[list[_Item]]:
+        """Items that keep a level, around regions that keep more."""
+        found: list[list[_Item]] = [[] for _ in range(self.chain.count)]
+        for number, layer in enumerate(self.layers):
+            layer.solve(size, slots)
+            level = layer.level
+            total = np.concatenate([[0.0], np.cumsum(level.kept)])
+            for s, items in enumerate(found):
+                for t in layer.lasts(s):
+                    stay = float(total[t + 1] - total[s])
+                    kept = stay + float(level.out[s, t])
+                    spared = float(level.spared[s, t])
+                    items.append(_Item(s, t, "layer", number, kept, stay, 0.0, 0.0, spared))
+        return found
+
+    # .. regions in regions in regions: the recursion of heterogeneous chains
+
+    def nested(self, size: float, slots: int) -> list[list[_Item]]:
+        """Items that drop what they keep and go back through themselves as best they can."""
+        self.inner: dict[tuple[int, int], np.ndarray] = {}
+        self.inner_choice: dict[tuple[int, int], np.ndarray] = {}
+        self.inner_options: list[list[_Item]] = []
+        chain, k = self.chain, self.chain.count
+        found: list[list[_Item]] = [[] for _ in range(k)]
+        if chain.scans.any() or k > 160 or k < 3:
+            return found
+        out = self.handed_on
+        singles: list[list[_Item]] = []
+        for b in range(k):
+            options = [next(_plain_items(chain, b))]
+            for number, level in enumerate(self.levels):
+                options += itertools.islice(self.leaf_items(number, level, b), 1)
+            singles.append(_undominated(options))
+        self.inner_options = singles
+        forward = np.concatenate([[0.0], np.cumsum(chain.forward)])
+        memory = np.arange(slots + 1)
+        never = np.full(slots + 1, np.inf)
+        for length in range(1, k):
+            for s in range(k - length + 1):
+                t = s + length - 1
+                value, pick = never.copy(), np.full(slots + 1, -1, dtype=np.int32)
+                rest = self.inner.get((s + 1, t)) if length > 1 else np.zeros(slots + 1)
+                for number, item in enumerate(singles[s]):
+                    # The last block inside a region hands on to nothing inside it.
+                    if s == t:
+                        item = item._replace(kept=item.stay)
+                    kept_slots, need = item.slots(size)
+                    if need > slots or rest is None:
+                        continue
+                    new = item.work + rest[memory[need:] - kept_slots]
+                    better = new < value[need:] * (1 - 1e-9)
+                    value[need:][better] = new[better]
+                    pick[need:][better] = number
+                if length > 2 and k <= 80:
+                    for j in range(s + 1, t):  # blocks s..j once more in a region of their own
+                        kept_slots = round(out[s, j] / size)
+                        if kept_slots > slots:
+                            continue
+                        ahead = self.inner[(j + 1, t)][memory[kept_slots:] - kept_slots]
+                        new = (
+                            forward[j + 1]
+                            - forward[s]
+                            + ahead
+                            + self.inner[(s, j)][memory[kept_slots:]]
+                        )
+                        better = new < value[kept_slots:] * (1 - 1e-9)
+                        value[kept_slots:][better] = new[better]
+                        pick[kept_slots:][better] = 1000 + j
+                self.inner[(s, t)], self.inner_choice[(s, t)] = value, pick
+                if length > 2:
+                    again = float(forward[t + 1] - forward[s])
+                    found[s].append(_Item(s, t, "nest", -1, float(out[s, t]), 0.0, 0.0, again))
+        return found
+
+    def backtrack(self, s: int, t: int, room: int) -> tuple[Segment, ...]:
+        cuts, parts = self.chain.cuts, []
+        size = self.size
+        while s <= t:
+            pick = int(self.inner_choice[(s, t)][room])
+            if pick >= 1000:
+                j = pick - 1000
+                inside = self.backtrack(s, j, room)
+                room -= round(self.handed_on[s, j] / size)
+                parts.append(Segment(cuts[s], cuts[j + 1], inside=inside))
+                s = j + 1
+                continue
+            item = self.inner_options[s][pick]
+            parts += self.segment(item, room)
+            room -= _rounded(item.kept if s < t else item.stay, size, s)
+            s += 1
+        return joined(tuple(parts))
+
+    size = 1.0
+
+
+def _plain_items(chain: Chain, first: int) -> Iterator[_Item]:
+    """Yield blocks ``first..j`` without a region, for each j: between them nothing is handed on but
+    what their derivatives read.
+    """
+    stay = need = 0.0
+    for j in range(first, chain.count):
+        stay += float(chain.plain[j])
+        need = max(need, stay + chain.flowing[j])
+        kept = stay + float(chain.plain_out[first, j])
+        yield _Item(first, j, "plain", -1, kept, stay, need - stay, 0.0)
+
+
+def joined(parts: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """Put neighbours that have no region together."""
+    found: list[Segment] = []
+    for part in parts:
+        if part.plain and found and found[-1].plain:
+            last = found.pop()
+            part = Segment(last.start, part.stop, plain=True, loops=(*last.loops, *part.loops))
+        found.append(part)
+    return tuple(found)
