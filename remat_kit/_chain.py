@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -273,13 +274,12 @@ class Chain:
             found.append(bits)
         return found
 
-    def work_of(self, bits: int, first: int, last: int) -> float:
-        """Return the work of those equations, a bit for each, that are in some blocks."""
+    def sums(self, bits: int, first: int, last: int, amounts: np.ndarray) -> np.ndarray:
+        """Add up amounts of those equations, a bit for each, that are in some blocks."""
         lo, count = self.cuts[first], self.cuts[last + 1] - self.cuts[first]
         within = (bits >> lo) & ((1 << count) - 1)
         packed = np.frombuffer(within.to_bytes((count + 7) // 8, "little"), dtype=np.uint8)
-        flags = np.unpackbits(packed, count=count, bitorder="little")
-        return float(flags @ self.weights[lo : lo + count])
+        return np.unpackbits(packed, count=count, bitorder="little") @ amounts[lo : lo + count]
 
     def regions(self, level: Level) -> list[list[tuple[float, float]]]:
         """What one region over blocks ``s..j`` takes, by s and then j: the bytes that it needs
@@ -287,45 +287,35 @@ class Chain:
         """
         found = self.alone.get(level.keep)
         if found is None:
-            found = [list(self.merged(level, s)) for s in range(self.count)]
+            reach, keep = self.reach(level.keep), level.keep
+            again = [
+                _union(reach[self.producers[t]] for t in needs if self.producers[t] >= 0)
+                for needs in ([t for t in needs if t not in keep] for needs in self.needs)
+            ]
+            written = [sum(size for t, size in some if t not in keep) for some in self.written]
+            amounts = np.array([written, self.work]).T
+            found = [list(self.merged(s, again, amounts)) for s in range(self.count)]
             self.alone[level.keep] = found
         return found
 
-    def merged(self, level: Level, first: int) -> Iterator[tuple[float, float]]:
+    def merged(
+        self, first: int, again: Sequence[int], amounts: np.ndarray
+    ) -> Iterator[tuple[float, float]]:
         begun, ended = self.edges
         peaks: list[float] = []
-        for b, (built, work) in enumerate(self.rebuilding(level, first), first):
-            built += begun[first, b]
+        bits, made = 0, 0.0
+        for b in range(first, min(self.count, first + LONGEST)):
+            if self.scans[b]:
+                return
+            bits |= again[b]
+            made += self.made[b]
+            built, work = map(float, self.sums(bits, first, b, amounts))
+            built += made + begun[first, b]
             peak = built + (self.flow_last if peaks else self.flow_alone)[b]
             others = ended[b, first:b]
             yield max([peak, *(peaks + others if others.any() else peaks)]), work
             peaks.append(built + (self.flowing if peaks else self.flow_first)[b])
 
-    def rebuilding(self, level: Level, first: int) -> Iterator[tuple[float, float]]:
-        """Yield what one region over blocks ``first..j`` rebuilds, for each j: its bytes and the
-        work of that.
-        """
-        start, keep = self.cuts[first], level.keep
-        producers, written, reads, price = self.producers, self.written, self.reads, self.work
-        seen: set[int] = set(keep)
-        again: set[int] = set()
-        built = work = 0.0
-        for b in range(first, min(self.count, first + LONGEST)):
-            if self.scans[b]:
-                return
-            todo = list(self.needs[b])
-            while todo:
-                t = todo.pop()
-                if t in seen:
-                    continue
-                seen.add(t)
-                i = producers[t]
-                if i >= start and i not in again:
-                    again.add(i)
-                    work += price[i]
-                    todo += reads[i]
-                    for made, size in written[i]:
-                        if made not in keep:
-                            built += size
-            built += self.made[b]
-            yield built, work
+
+def _union(masks: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, masks, 0)

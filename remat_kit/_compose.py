@@ -146,8 +146,8 @@ class Layer:
             for j, (working, again) in enumerate(regions[:_INNER], s):
                 stay += more[j]
                 bits |= own[j]
-                less = again + chain.work_of(bits, s, j)
-                work = again + chain.work_of(bits | handed[s][j - s], s, j)
+                less = again + float(chain.sums(bits, s, j, chain.weights))
+                work = again + float(chain.sums(bits | handed[s][j - s], s, j, chain.weights))
                 kept = stay + finer.out[s, j]
                 found.append(_Part(j, kept, stay, working, work, less, finer.keep))
             yield found
@@ -326,7 +326,6 @@ class Composer:
         best[k] = 0.0
         choice = np.full((k, 2, slots + 1), -1, dtype=int)
         chosen: list[list[tuple[_Item, int]]] = []
-        memory = np.arange(slots + 1)
         for t in range(k - 1, -1, -1):
             around = (way for item in (*nested[t], *layered[t]) for way in item.ways())
             options = [*items[t], *around]
@@ -335,14 +334,18 @@ class Composer:
                 kept, need = item.slots(size)
                 if need > slots:
                     continue
-                value = item.work + best[item.last + 1][follower][memory[need:] - kept]
+                known, numbers = (x[t][int(item.form != "plain")][need:] for x in (best, choice))
+                parts = [best[item.last + 1][follower][need - kept : slots + 1 - kept]]
                 inside = self.inside(item)
                 if inside is not None:
-                    value += inside[memory[need:] - item.room(size)]
-                known, numbers = (x[t][int(item.form != "plain")][need:] for x in (best, choice))
-                better = value < known * (1 - 1e-9)
-                known[better] = value[better]
-                numbers[better] = number
+                    room = item.room(size)
+                    parts.append(inside[need - room : slots + 1 - room])
+                # More memory never takes more work: is the least of this less than the most so far?
+                if item.work + sum(part[-1] for part in parts) < known[0]:
+                    value = sum(parts, item.work)
+                    better = value < known * (1 - 1e-9)
+                    known[better] = value[better]
+                    numbers[better] = number
         chosen.reverse()
         found: dict[tuple[Segment, ...], None] = {}
         previous = math.inf

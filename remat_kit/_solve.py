@@ -212,7 +212,7 @@ def _proposals(
     measures = [worth, besides] if short else [worth]
     sets = [fine, coarse, *([unbroken(graph, fine)] if short else [])]
     more = [frozenset(), _products(graph), frozenset(graph.residuals)]
-    outer = {k for k in everywhere if k}
+    outer = set(everywhere)
     for cuts, measure in itertools.product(dict.fromkeys(map(tuple, sets)), measures):
         chain = Chain(graph, cuts, measure)
         handed = {t for t, _, _ in chain.crossing}
@@ -224,11 +224,13 @@ def _proposals(
                 keeps.setdefault(other.cut(price, free=handed).keep)
         kept = [chain.level(k) for k in _distinct(graph, keeps)]
         layers = [Layer(chain, level, more) for level in kept if level.keep in outer]
-        composer = Composer(chain, kept, loops, layers, host_bandwidth)
+        composer = Composer(chain, kept, loops, (), host_bandwidth)
         top = float(chain.plain.sum() + chain.flowing.max())
         # Each schedule is simulated; short chains and small graphs can have finer steps.
         steps = slots * (4 if chain.count <= 32 else 2 if small else 1)
-        for share in (1.0, 0.3):
+        import os
+        for share in (1.0, *map(float, os.environ.get("SH","0.3").split(","))):
+            if share < 1: composer.layers = layers
             tick(f"schedules of {chain.count} blocks")
             composer.size = top * share * 1.02 / steps
             found = composer.solve(top * share * 1.02, steps)
