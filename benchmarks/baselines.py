@@ -647,7 +647,7 @@ def _reversal(steps: tuple[Range, ...], slots: int) -> Schedule:
     head = Segment(*steps[0])
     if k > 1:
         inside = _reversal(steps[:k], slots)
-        head = Segment(start, steps[k - 1][1], inside=inside, hold=False)
+        head = Segment(start, steps[k - 1][1], inside=inside)
     return (head, *_reversal(steps[k:], slots - 1))
 
 

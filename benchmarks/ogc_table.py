@@ -47,7 +47,7 @@ SMOKE: dict[str, dict[str, Any]] = {
 QUESTIONS = {"memory": "at their memory", "work": "at their work", "least": "least memory"}
 # A change in one of these can change a plan.
 _PLANNER = (
-    *("_bench", "_chain", "_cost", "_cut", "_frontier", "_plan", "_remat", "_roofline"),
+    *("_bench", "_chain", "_compose", "_cost", "_cut", "_frontier", "_plan", "_remat", "_roofline"),
     *("_schedule", "_search", "_simulate", "_solve"),
 )
 

@@ -172,10 +172,12 @@ class Layer:
                     where = s, slice(length + 1, length + 1 + rest)
                     self.improve(where, need, ahead + part.work, place)
 
-    def improve(self, where: tuple[int, slice], need: int, work: object, place: int) -> None:
+    def improve(
+        self, where: tuple[int, slice], need: int, work: float | np.ndarray, place: int
+    ) -> None:
         value, pick = self.value[where][:, need:], self.pick[where][:, need:]
         better = work < value * (1 - 1e-9)
-        np.copyto(value, work, where=better)  # pyright: ignore[reportArgumentType]
+        np.copyto(value, work, where=better)
         np.copyto(pick, place, where=better)
 
     def lasts(self, first: int) -> Iterator[int]:
@@ -258,14 +260,14 @@ class Composer:
         chain: Chain,
         levels: Sequence[Level],
         loops: dict[int, list[LoopPlan]],
-        layers: Sequence[Layer] = (),
         host_bandwidth: float = math.inf,
     ):
         self.chain = chain
         self.levels = levels
         self.loops = loops
-        self.layers = layers
         self.host_bandwidth = host_bandwidth
+        self.layers: Sequence[Layer] = ()
+        self.size = 1.0
         self.handed_on = chain.level(frozenset()).out
 
     @functools.cached_property
@@ -314,14 +316,35 @@ class Composer:
 
     # .. the table: least extra work for blocks t.. with m slots of memory
 
-    def solve(self, top: float, slots: int) -> list[tuple[Segment, ...]]:
-        """Return the schedules that are best for some memory up to ``top`` bytes."""
-        k = self.chain.count
-        size = top / slots
-        items = self.items
-        nested = self.nested(size, slots)
-        layered = self.layered(size, slots)
-        # By the block and by whether a region comes next (1) or none (0).
+    def solve(
+        self, top: float, slots: int, layers: Sequence[Layer] = ()
+    ) -> list[tuple[Segment, ...]]:
+        """Return the schedules that are best for some memory up to ``top`` bytes.
+
+        Args:
+            top: bytes.
+            slots: into how many steps they are divided.
+            layers: of regions around regions.
+        """
+        self.size, self.layers = top / slots, layers
+        best, choice, chosen = self.table(slots)
+        found: dict[tuple[Segment, ...], None] = {}
+        previous = math.inf
+        for m in range(slots + 1):
+            least = best[0][:, m].min()
+            if not math.isfinite(least) or least >= previous * (1 - 1e-6) - 1e-15:
+                continue
+            previous = least
+            found[self.schedule(choice, chosen, int(best[0][:, m].argmin()), m)] = None
+        return list(found)
+
+    def table(self, slots: int) -> tuple[np.ndarray, np.ndarray, list[list[tuple[_Item, int]]]]:
+        """Return the least work from each block on, for every amount of memory; which option that
+        takes; and the options. By the block, by whether a region comes next (1) or none (0), and by
+        slots.
+        """
+        k, size = self.chain.count, self.size
+        items, nested, layered = self.items, self.nested(slots), self.layered(slots)
         best = np.full((k + 1, 2, slots + 1), np.inf)
         best[k] = 0.0
         choice = np.full((k, 2, slots + 1), -1, dtype=int)
@@ -341,21 +364,13 @@ class Composer:
                     room = item.room(size)
                     parts.append(inside[need - room : slots + 1 - room])
                 # More memory never takes more work: is the least of this less than the most so far?
-                if item.work + sum(part[-1] for part in parts) < known[0]:
-                    value = sum(parts, item.work)
+                if item.work + sum(float(part[-1]) for part in parts) < known[0]:
+                    value = sum(parts, np.float64(item.work))
                     better = value < known * (1 - 1e-9)
                     known[better] = value[better]
                     numbers[better] = number
         chosen.reverse()
-        found: dict[tuple[Segment, ...], None] = {}
-        previous = math.inf
-        for m in range(slots + 1):
-            least = best[0][:, m].min()
-            if not math.isfinite(least) or least >= previous * (1 - 1e-6) - 1e-15:
-                continue
-            previous = least
-            found[self.schedule(choice, chosen, int(best[0][:, m].argmin()), m, size)] = None
-        return list(found)
+        return best, choice, chosen
 
     def schedule(
         self,
@@ -363,12 +378,11 @@ class Composer:
         chosen: list[list[tuple[_Item, int]]],
         region: int,
         m: int,
-        size: float,
     ) -> tuple[Segment, ...]:
         t, parts = 0, []
         while t < self.chain.count:
             item, follower = chosen[t][choice[t][region][m]]
-            kept, _ = item.slots(size)
+            kept, _ = item.slots(self.size)
             parts += self.segment(item, m)
             m, t, region = m - kept, item.last + 1, follower
         return joined(tuple(parts))
@@ -395,11 +409,11 @@ class Composer:
             return self.layers[item.level].value[item.first, item.last - item.first]
         return self.inner[item.first, item.last] if item.form == "nest" else None
 
-    def layered(self, size: float, slots: int) -> list[list[_Item]]:
+    def layered(self, slots: int) -> list[list[_Item]]:
         """Items that keep a level, around regions that keep more."""
         found: list[list[_Item]] = [[] for _ in range(self.chain.count)]
         for number, layer in enumerate(self.layers):
-            layer.solve(size, slots)
+            layer.solve(self.size, slots)
             level = layer.level
             total = np.concatenate([[0.0], np.cumsum(level.kept)])
             for s, items in enumerate(found):
@@ -412,12 +426,12 @@ class Composer:
 
     # .. regions in regions in regions: the recursion of heterogeneous chains
 
-    def nested(self, size: float, slots: int) -> list[list[_Item]]:
+    def nested(self, slots: int) -> list[list[_Item]]:
         """Items that drop what they keep and go back through themselves as best they can."""
         self.inner: dict[tuple[int, int], np.ndarray] = {}
         self.inner_choice: dict[tuple[int, int], np.ndarray] = {}
         self.inner_options: list[list[_Item]] = []
-        chain, k = self.chain, self.chain.count
+        chain, k, size = self.chain, self.chain.count, self.size
         found: list[list[_Item]] = [[] for _ in range(k)]
         if chain.scans.any() or k > 160 or k < 3:
             return found
@@ -486,8 +500,6 @@ class Composer:
             room -= _rounded(item.kept if s < t else item.stay, size, s)
             s += 1
         return joined(tuple(parts))
-
-    size = 1.0
 
 
 def _plain_items(chain: Chain, first: int) -> Iterator[_Item]:

@@ -474,11 +474,10 @@ def _stretch(graph: CostGraph, s: Segment) -> _schedule.Stretch:
     return _schedule.Stretch(
         start=s.start,
         stop=s.stop,
-        save=() if s.inside else places(s.save - s.offload),
-        offload=() if s.inside else places(s.offload),
+        save=places(s.save - s.offload),
+        offload=places(s.offload),
         plain=s.plain,
         inside=tuple(_stretch(graph, part) for part in s.inside),
-        hold=s.hold,
         loops=tuple(loops),
     )
 

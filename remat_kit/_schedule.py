@@ -6,8 +6,7 @@ program that it was made for: `describe` gives the short form of a program that 
 
     0:12 plain                        no region
     12:40 save 15.0 22.0              a region; outputs 0 of equations 15 and 22 are kept
-    40:90 hold (40:60; 60:90 save 70.0)     regions in a region that keeps what they save
-    90:140 drop (90:120; 120:140)     the same, but the outer region keeps nothing
+    40:90 save 70.0 around (40:60; 60:90 save 70.0 81.0)    regions in a region that keeps one value
     140:141 plain loop 140 24*1 (0:9 save 3.0) 48*4 (0:9)     a scan: 24 rounds, then groups of 4
     0:9 save 3.0 offload in.2 5.0     argument 2 of the program and 5.0 wait in the host's memory
     12 times (5:40 save 9.0; 40:57)   the same for 12 blocks, of which 5:57 is the first
@@ -18,6 +17,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -46,8 +46,9 @@ class Stretch:
         start, stop: equations ``start <= i < stop``.
         save, offload: the values that are kept on the device and in the host's memory.
         plain: no region.
-        inside: smaller stretches; this one is then a region around them.
-        hold: whether that region keeps what they keep.
+        inside: smaller stretches; this one is then a region around them, which keeps what it says
+            through the first forward pass. They keep that too, and what else they say once it runs
+            again.
         loops: the scans that are run in another way.
     """
 
@@ -57,7 +58,6 @@ class Stretch:
     offload: tuple[Place, ...] = ()
     plain: bool = False
     inside: tuple[Stretch, ...] = ()
-    hold: bool = True
     loops: tuple[tuple[int, tuple[LoopPart, ...]], ...] = ()
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Stretch:
                 words += [name, *(f"{'in' if e == _GIVEN else e}.{p}" for e, p in places)]
         if self.inside:
             inner = "; ".join(map(str, self.inside))
-            words.append(f"{'hold' if self.hold else 'drop'} ({inner})")
+            words.append(f"around ({inner})")
         for equation, parts in self.loops:
             words += ["loop", str(equation), *map(str, parts)]
         return " ".join(words)
@@ -133,8 +133,8 @@ def lines(schedule: Sequence[Stretch]) -> tuple[str, ...]:
 def parse(text: str) -> tuple[Stretch, ...]:
     """Read a line: a stretch, or some that are repeated.
 
-    >>> [str(s) for s in parse("40:90 hold (40:60; 60:90 save 70.0)")]
-    ['40:90 hold (40:60; 60:90 save 70.0)']
+    >>> [str(s) for s in parse("40:90 save 70.0 around (40:60; 60:90 save 70.0 81.0)")]
+    ['40:90 save 70.0 around (40:60; 60:90 save 70.0 81.0)']
     >>> [str(s) for s in parse("2 times (0:2 save 1.0; 2:3 plain)")]
     ['0:2 save 1.0', '2:3 plain', '3:5 save 4.0', '5:6 plain']
 
@@ -194,7 +194,7 @@ class _Reader:
         fields: dict[str, Any] = {}
         loops: list[tuple[int, tuple[LoopPart, ...]]] = []
         while self.peek() not in ("", ")", ";"):
-            word = self.take("plain|save|offload|hold|drop|loop")
+            word = self.take("plain|save|offload|around|hold|drop|loop")
             if word == "plain":
                 fields["plain"] = True
             elif word in ("save", "offload"):
@@ -207,7 +207,10 @@ class _Reader:
                     parts.append(LoopPart(times, group, self.stretches()))
                 loops.append((equation, tuple(parts)))
             else:
-                fields |= {"hold": word == "hold", "inside": self.stretches()}
+                inside = fields["inside"] = self.stretches()
+                if word == "hold":  # as plans were written once: it keeps all that they keep
+                    for name in ("save", "offload"):
+                        fields[name] = tuple(p for s in inside for p in getattr(s, name))
         return Stretch(start, stop, loops=tuple(loops), **fields)
 
     def stretches(self) -> tuple[Stretch, ...]:
@@ -301,7 +304,8 @@ def run(
     *,
     prevent_cse: bool,
     start: int = 0,
-    nested: bool = False,
+    around: Mapping[Place, int] | None = None,
+    depth: int = 0,
 ) -> list[Any]:
     """Evaluate a flat program with the regions of a schedule.
 
@@ -311,7 +315,8 @@ def run(
         args: one value or tracer for each of its arguments.
         prevent_cse: as in `jax.checkpoint`.
         start: the place of the program's first equation in the plan's count.
-        nested: whether the program is a region.
+        around: what the regions around the program keep, and how deep the first that does is.
+        depth: how many those are.
     """
     env = dict(zip(program.invars, (*program.consts, *args), strict=True))
     made = {v for e in program.eqns for v in e.outvars}
@@ -328,7 +333,7 @@ def run(
         lo, hi = stretch.start - start, stretch.stop - start
         eqns = [*map(_jax.lean_pooling, program.eqns[lo:hi])]
         # What a region was given, its later stretches read once more.
-        shared = {*program.invars} if nested and lo else set()
+        shared = {*program.invars} if depth and lo else set()
         reads = dict.fromkeys(v for e in eqns for v in e.invars if _is_var(v) and v in env)
         tied = {v: env[v] for v in reads if first.get(v, stretch) is not stretch}
         if stretch.plain:
@@ -356,39 +361,49 @@ def run(
             env.update(_waiting({v: env[v] for v in part.invars if v in tied or v in made}))
         values = [env[v] for v in part.invars]
         given = {program.invars[p]: p for e, p in stretch.offload if e == _GIVEN}
-        outs = _region(part, stretch, values, prevent_cse, given)
+        outs = _region(part, stretch, values, prevent_cse, given, around or {}, depth)
         env.update(zip(part.outvars, outs, strict=True))
-        if nested:
-            env.update(_labelled(part, stretch, env))
+        if depth:
+            env.update(_labelled(part, stretch, env, around or {}, depth))
             handed.update(part.outvars)
         env.update(tied)
     return [read(v) for v in program.outvars]
 
 
-def _labelled(part: Program, stretch: Stretch, env: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Put the labels of what a region keeps on what it hands on, for the region around it: of a
+def _labelled(
+    part: Program,
+    stretch: Stretch,
+    env: Mapping[Any, Any],
+    around: Mapping[Place, int],
+    depth: int,
+) -> dict[Any, Any]:
+    """Put the labels of what a region keeps on what it hands on, for the regions around it: of a
     region inside of another JAX keeps nothing but what that one's own derivative reads.
     """
-    kept = _decisions(stretch)
+    names = _names(stretch, around, depth)
     found = {}
     for place, eqn in enumerate(part.eqns, stretch.start):
         for position, var in enumerate(eqn.outvars):
-            if (place, position) in kept and var in part.outvars:
-                found[var] = checkpoint_name(env[var], kept[place, position])
+            if (place, position) in names and var in part.outvars:
+                found[var] = checkpoint_name(env[var], _label(names[place, position]))
     return found
 
 
-def _decisions(stretch: Stretch) -> dict[tuple[int, int], str]:
-    """The labels of what a region, or those inside of it, keep."""
-    if stretch.inside:
-        inside = [_decisions(s) for s in stretch.inside] if stretch.hold else []
-        return {place: text for some in inside for place, text in some.items()}
-    texts = {_KEPT: stretch.save, _MOVED: stretch.offload}
-    return {place: _label(name) for name, places in texts.items() for place in places}
+def _names(stretch: Stretch, around: Mapping[Place, int], depth: int) -> dict[Place, str]:
+    """The names of what a region keeps, which say how deep the outermost is that does."""
+    return {
+        place: _name(what, around.get(place, depth))
+        for what, places in ((_KEPT, stretch.save), (_MOVED, stretch.offload))
+        for place in places
+    }
+
+
+def _name(what: str, depth: int) -> str:
+    return f"{what} at depth {depth}" if depth else what
 
 
 def _label(name: str) -> str:
-    decision = algebra.Decision.SAVE if name == _KEPT else algebra.Decision.OFFLOAD
+    decision = algebra.Decision.SAVE if name.startswith(_KEPT) else algebra.Decision.OFFLOAD
     text = label(decision, repr(_rule(name)), "pinned_host")
     assert text is not None
     return text
@@ -459,12 +474,13 @@ def _region(
     stretch: Stretch,
     values: Sequence[Any],
     prevent_cse: bool,
-    given: Collection[Any] = (),
+    given: Collection[Any],
+    around: Mapping[Place, int],
+    depth: int,
 ) -> list[Any]:
     """Run one region; those of its inputs that are ``given`` wait in the host's memory."""
     if stretch.inside:
-        names = [_label(_KEPT), _label(_MOVED)]
-        keep = _jax.keep_names(names, keep_labelled) if stretch.hold else None
+        kept = dict.fromkeys((*stretch.save, *stretch.offload), depth) | dict(around)
 
         def inner(*args: Any) -> list[Any]:
             return run(
@@ -473,24 +489,40 @@ def _region(
                 args,
                 prevent_cse=prevent_cse,
                 start=stretch.start,
-                nested=True,
+                around=kept,
+                depth=depth + 1,
             )
 
-        return jax.checkpoint(inner, prevent_cse=prevent_cse, policy=keep)(*values)
-    named = _named(part, stretch, given)
-    rules = [_rule(n) for n, p in ((_KEPT, stretch.save), (_MOVED, stretch.offload)) if p]
+        policy = _keeping(depth) if kept else None
+        return jax.checkpoint(inner, prevent_cse=prevent_cse, policy=policy)(*values)
+    names = _names(stretch, around, depth)
+    rules = [_rule(name) for name in dict.fromkeys(names.values())]
     policy = algebra.first(*rules) if len(rules) > 1 else (rules or [_NOTHING])[0]
+    named = _named(part, stretch, names, given)
     return run_region(named, policy, values, prevent_cse=prevent_cse, full=False)
 
 
+@functools.lru_cache
+def _keeping(depth: int) -> Any:
+    """Return the policy of a region around regions: it keeps what it or one around it keeps."""
+    labels = [_label(_name(what, d)) for what in (_KEPT, _MOVED) for d in range(depth + 1)]
+
+    def keep(prim: Any, *avals: Any, **params: Any) -> Any:
+        known = params.get("name") in labels
+        return keep_labelled(prim, *avals, **params) if known else _jax.RECOMPUTE
+
+    return _jax.keep_names(labels, keep)
+
+
 def _rule(name: str) -> Any:
-    make = algebra.save if name == _KEPT else algebra.offload
+    make = algebra.save if name.startswith(_KEPT) else algebra.offload
     return make(algebra.named(name, strict=False))
 
 
-def _named(part: Program, stretch: Stretch, given: Collection[Any] = ()) -> Program:
+def _named(
+    part: Program, stretch: Stretch, names: Mapping[Place, str], given: Collection[Any]
+) -> Program:
     """Put the names that carry the plan on the values that it keeps."""
-    names = dict.fromkeys(stretch.save, _KEPT) | dict.fromkeys(stretch.offload, _MOVED)
     if not names:
         return part
     subst: dict[Any, Any] = {}

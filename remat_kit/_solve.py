@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 # Equations: up to so many a graph is improved change by change; a chain is put together by more
 # than one measure; and below so many, more is tried, for planning is to take a few seconds.
-_SMALL, _SHORT, _LONG = 32, 128, 4500
+_SMALL, _SHORT, _MIDDLE, _LONG = 32, 128, 2000, 4500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,17 +224,14 @@ def _proposals(
                 keeps.setdefault(other.cut(price, free=handed).keep)
         kept = [chain.level(k) for k in _distinct(graph, keeps)]
         layers = [Layer(chain, level, more) for level in kept if level.keep in outer]
-        composer = Composer(chain, kept, loops, (), host_bandwidth)
-        top = float(chain.plain.sum() + chain.flowing.max())
+        composer = Composer(chain, kept, loops, host_bandwidth)
+        top = 1.02 * float(chain.plain.sum() + chain.flowing.max())
         # Each schedule is simulated; short chains and small graphs can have finer steps.
         steps = slots * (4 if chain.count <= 32 else 2 if small else 1)
-        import os
-        for share in (1.0, *map(float, os.environ.get("SH","0.3").split(","))):
-            if share < 1: composer.layers = layers
+        # Regions around regions are for little memory.
+        for share in (1.0, 0.5, 0.3) if len(graph.equations) < _MIDDLE else (1.0, 0.3):
             tick(f"schedules of {chain.count} blocks")
-            composer.size = top * share * 1.02 / steps
-            found = composer.solve(top * share * 1.02, steps)
-            yield from found
+            yield from composer.solve(top * share, steps, layers if share < 1 else ())
 
 
 def _even(

@@ -33,7 +33,7 @@ from remat_kit import (
     _schedule,
 )
 from remat_kit._search import Search
-from remat_kit._simulate import Segment
+from remat_kit._simulate import Segment, simulate
 from remat_kit._solve import silent
 from remat_kit._target import target
 
@@ -464,11 +464,50 @@ def test_what_a_region_inside_of_others_keeps_and_hands_on_is_not_made_again(dep
     stop = second.index + 1
     parts = Segment(0, stop, save=frozenset(second.makes)), Segment(stop, n)
     for _ in range(depth):
-        parts = (Segment(0, n, inside=parts),)
+        parts = (Segment(0, n, save=frozenset(second.makes), inside=parts),)
     planned = remat_kit.policy(_frontier.policy_of(graph, parts))(loss)
     gradient = jax.make_jaxpr(jax.grad(planned))(*args)
     # Four of the loss, one of which is to be made again in either region, and two for each.
     assert products_of(gradient.jaxpr) == 14
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "again"),
+    # What the outer region keeps is not made again. What the inner ones keep beside it the outer
+    # one makes once more, and what they hand on; the rest the inner ones do.
+    [((), (), 4 + 6), ((), (1, 3), 4 + 4), ((1, 3), (1, 3), 0 + 4), ((1,), (1, 3), 2 + 4)]
+    + [((1, 3, 5), range(6), 3 + 0), ((), range(6), 6 + 0)],
+)
+def test_a_region_around_regions_keeps_what_it_says_and_no_more(outer, inner, again):
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x * x)
+
+    key = jax.random.key(0)
+    args = (
+        [jax.random.normal(k, (16, 16)) / 4 for k in jax.random.split(key, 6)],
+        jnp.ones((64, 16)),
+    )
+    graph = remat_kit.frontier(loss, *args).graph
+    n = len(graph.equations)
+    dots = [e for e in graph.equations if e.primitive == "dot_general"]
+    keeps = [frozenset(t for k in some for t in dots[k].makes) for some in (outer, inner)]
+    cuts = [0, dots[2].index, dots[4].index, n]
+    parts = tuple(
+        Segment(a, b, save=frozenset(t for t in keeps[1] if a <= graph.tensors[t].producer < b))
+        for a, b in itertools.pairwise(cuts)
+    )
+    schedule = (Segment(0, n, save=keeps[0], inside=parts),)
+    planned = remat_kit.policy(_frontier.policy_of(graph, schedule))(loss)
+    gradient = jax.make_jaxpr(jax.grad(planned))(*args)
+    # Six of the loss; a gradient of each matrix and a cotangent of what all but the first read.
+    assert products_of(gradient.jaxpr) == 6 + 6 + 5 + again
+    extra = simulate(graph, schedule).extra_flops
+    assert extra == pytest.approx(dots[0].flops * again, rel=0.1)
+    chex.assert_trees_all_equal(jax.jit(jax.grad(planned))(*args), jax.jit(jax.grad(loss))(*args))
+    saved = remat_kit.inspect(planned, *args).saved
+    assert sum(v.shape == (64, 16) for v in saved) == len(outer)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA:CPU undoes recompute outside loops")
@@ -486,7 +525,7 @@ def test_what_a_region_inside_of_another_hands_on_is_not_fused_into_what_follows
     total = next(e for e in graph.equations if e.primitive == "add")
     stop = total.index + 1
     parts = Segment(0, stop, save=frozenset(total.makes)), Segment(stop, n, plain=True)
-    planned = _frontier.policy_of(graph, [Segment(0, n, inside=parts, hold=False)])
+    planned = _frontier.policy_of(graph, [Segment(0, n, inside=parts)])
     found = remat_kit.measure(remat_kit.policy(planned)(loss), *args, target="cpu")
     # The sum, what the square matrix is multiplied by and gives, and their two cotangents; neither
     # of the terms.

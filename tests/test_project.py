@@ -43,6 +43,7 @@ ORDER = (
         "_simulate",
         "_cut",
         "_chain",
+        "_compose",
         "_solve",
     ),
     *("_duplicates", "_lint"),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from remat_kit import _chain, _cost, _cut, _simulate, _solve
+from remat_kit import _chain, _compose, _cost, _cut, _simulate, _solve
 from remat_kit._simulate import LoopPlan, Segment, simulate
 from remat_kit._target import target
 
@@ -291,7 +291,7 @@ def binomial_schedule(marks, slots):
     _, k = binomial(steps, slots)
     first = binomial_schedule(marks[: k + 1], slots)
     if k > 1:
-        first = (Segment(marks[0], marks[k], inside=first, hold=False),)
+        first = (Segment(marks[0], marks[k], inside=first),)
     return (*first, *binomial_schedule(marks[k:], max(1, slots - 1)))
 
 
@@ -313,22 +313,22 @@ def test_the_chain_knows_what_its_schedules_take(share, monkeypatch):
     graph = tower(24, batch=256)
     worth = _cut.Worth.of_graph(graph, share)
     seen = []
-    schedule = _chain.Composer.schedule
+    schedule = _compose.Composer.schedule
 
-    def spy(self, choice, chosen, region, m, size):
-        found = schedule(self, choice, chosen, region, m, size)
+    def spy(self, choice, chosen, region, m):
+        found, size = schedule(self, choice, chosen, region, m), self.size
         cost = simulate(graph, found)
         t, room, work, deep = 0, m, 0.0, False
         while t < self.chain.count:
             item, region = chosen[t][choice[t][region][room]]
-            deep |= item.form == "nest"  # its work depends on the room
+            deep |= item.form in ("nest", "layer")  # its work depends on the room
             work += item.work
             room -= item.slots(size)[0]
             t = item.last + 1
         seen.append((m * size, cost.peak_bytes, work, self.chain.worth.extra(cost), deep))
         return found
 
-    monkeypatch.setattr(_chain.Composer, "schedule", spy)
+    monkeypatch.setattr(_compose.Composer, "schedule", spy)
     _solve.candidates(graph, worth=worth)
     assert len(seen) > 20
     for room, peak, work, extra, deep in seen:
