@@ -475,8 +475,10 @@ def test_what_a_region_inside_of_others_keeps_and_hands_on_is_not_made_again(dep
     ("outer", "inner", "again"),
     # What the outer region keeps is not made again. What the inner ones keep beside it the outer
     # one makes once more, and what they hand on; the rest the inner ones do.
-    [((), (), 4 + 6), ((), (1, 3), 4 + 4), ((1, 3), (1, 3), 0 + 4), ((1,), (1, 3), 2 + 4)]
-    + [((1, 3, 5), range(6), 3 + 0), ((), range(6), 6 + 0)],
+    [
+        *[((), (), 4 + 6), ((), (1, 3), 4 + 4), ((1, 3), (1, 3), 0 + 4), ((1,), (1, 3), 2 + 4)],
+        *[((1, 3, 5), range(6), 3 + 0), ((), range(6), 6 + 0)],
+    ],
 )
 def test_a_region_around_regions_keeps_what_it_says_and_no_more(outer, inner, again):
     def loss(ws, x):
