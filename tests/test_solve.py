@@ -312,29 +312,31 @@ def test_homogeneous_chains_are_no_worse_than_binomial():
 def test_the_chain_knows_what_its_schedules_take(share, monkeypatch):
     graph = tower(24, batch=256)
     worth = _cut.Worth.of_graph(graph, share)
-    seen = []
+    seen, forms = [], set()
     schedule = _compose.Composer.schedule
 
     def spy(self, choice, chosen, region, m):
         found, size = schedule(self, choice, chosen, region, m), self.size
         cost = simulate(graph, found)
-        t, room, work, deep = 0, m, 0.0, False
+        t, room, work = 0, m, 0.0
         while t < self.chain.count:
             item, region = chosen[t][choice[t][region][room]]
-            deep |= item.form in ("nest", "layer")  # its work depends on the room
             work += item.work
+            if item.form in ("nest", "layer"):
+                work += self.inside(item)[room - item.room(size)]
+            forms.add(item.form)
             room -= item.slots(size)[0]
             t = item.last + 1
-        seen.append((m * size, cost.peak_bytes, work, self.chain.worth.extra(cost), deep))
+        seen.append((m * size, cost.peak_bytes, work, self.chain.worth.extra(cost)))
         return found
 
     monkeypatch.setattr(_compose.Composer, "schedule", spy)
     _solve.candidates(graph, worth=worth)
     assert len(seen) > 20
-    for room, peak, work, extra, deep in seen:
+    assert forms >= {"plain", "leaf", "layer", "nest"}
+    for room, peak, work, extra in seen:
         assert 0.85 * room <= peak <= 1.05 * room
-        if not deep:
-            assert extra <= work * (1 + 1e-6) + 1e-12
+        assert extra <= work * (1 + 1e-6) + 1e-12
 
 
 def test_a_thinned_curve_keeps_its_ends_and_its_corners():
