@@ -2,10 +2,10 @@
 
 `Composer` is a dynamic program over a `Chain`. Consecutive blocks are in no region; in one region
 that keeps what one of the chain's levels says; in a region that keeps what a level says around
-regions that keep more once it has been rebuilt (`Layer`), so that little is held through the
-forward pass and no operation runs three times; or in a region that keeps nothing around whatever
-the recursion finds best (Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019,
-whose special case for equal steps is Griewank's binomial schedule).
+regions that keep more once it has run again (`Layer`), so that little is held through the forward
+pass and little is done a third time; or in a region that keeps nothing around whatever the
+recursion finds best (Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019, whose
+special case for equal steps is Griewank's binomial schedule).
 """
 
 from __future__ import annotations
@@ -251,7 +251,6 @@ class Composer:
         chain: of the program.
         levels: what regions may keep.
         loops: how each scan may be run, by its equation.
-        layers: regions around regions.
         host_bandwidth: bytes a second to the host, one way.
     """
 

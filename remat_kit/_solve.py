@@ -1,7 +1,8 @@
 """Which schedules of a cost graph are worth having: the least extra time for every peak.
 
 1. What to keep is a minimum cut for each of a range of prices of a byte (`_cut.py`).
-2. The program becomes a chain of blocks, which a dynamic program puts together (`_chain.py`).
+2. The program becomes a chain of blocks, which a dynamic program puts together (`_chain.py`,
+   `_compose.py`).
 3. A scan is solved as a program of its own: schedules of its body, for all its iterations, for two
    ranges of them, or in groups.
 4. What people write by hand is proposed too, and small graphs are improved change by change.
