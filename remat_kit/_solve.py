@@ -196,7 +196,7 @@ def _proposals(
         yield from _every_chain(len(graph.equations))
     cutter = Cutter(graph, worth)
     tick("what to keep")
-    small = len(graph.equations) < _LONG
+    few, small = (len(graph.equations) < most for most in (_MIDDLE, _LONG))
     prices = price_range(graph, levels * (2 if small else 1))
     everywhere = list(dict.fromkeys([frozenset(), *(cutter.cut(p).keep for p in prices)]))
     # What is the cheapest to keep by another measure fits budgets between those of this one's.
@@ -224,15 +224,17 @@ def _proposals(
                 keeps.setdefault(others[number])
                 keeps.setdefault(other.cut(price, free=handed).keep)
         kept = [chain.level(k) for k in _distinct(graph, keeps)]
-        layers = [Layer(chain, level, more) for level in kept if level.keep in outer]
         composer = Composer(chain, kept, loops, host_bandwidth)
         top = 1.02 * float(chain.plain.sum() + chain.flowing.max())
         # Each schedule is simulated; short chains and small graphs can have finer steps.
         steps = slots * (4 if chain.count <= 32 else 2 if small else 1)
-        # Regions around regions are for little memory.
-        for share in (1.0, 0.5, 0.3) if len(graph.equations) < _MIDDLE else (1.0, 0.3):
+        around = [level for level in kept if level.keep in outer]
+        layers = [Layer(chain, level, more) for level in around]
+        # Where there is much memory, regions inside of others need not keep more than those.
+        simple = [Layer(chain, level, more[:1]) for level in around] if few else ()
+        for share in (1.0, 0.5, 0.3) if few else (1.0, 0.3):
             tick(f"schedules of {chain.count} blocks")
-            yield from composer.solve(top * share, steps, layers if share < 1 else ())
+            yield from composer.solve(top * share, steps, layers if share < 1 else simple)
 
 
 def _even(
