@@ -517,7 +517,12 @@ def leanest(loss_fn, args):
         return found.policy(found.points[0]), found.points[0]
     plan = remat_kit.plan(loss_fn, *args, budget="min", compiles=1)
     assert plan.compiled.temp_bytes < plan.baseline.temp_bytes
-    return plan, plan.point
+    if plan.point.extra_flops:
+        return plan, plan.point
+    # AlexNet and VGG hold most in the derivative of their first convolution, with a copy of the
+    # images on a CPU: to compute anything again does not help there, but it does on a GPU.
+    found = remat_kit.frontier(loss_fn, *args, target="h100")
+    return found.policy(found.points[0]), found.points[0]
 
 
 @pytest.mark.parametrize(("name", "size"), PLANNED)
