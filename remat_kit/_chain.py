@@ -144,8 +144,7 @@ class Chain:
     def __init__(self, graph: CostGraph, cuts: Sequence[int], worth: Worth = TIME):
         self.graph = graph
         self.worth = worth
-        self.work = worth.equations(graph)
-        self.weights = np.array(self.work)
+        self.work = np.array(worth.equations(graph))
         self.levels: dict[frozenset[int], Level] = {}
         self.made_regions: dict[tuple[int, int, frozenset[int]], Segment] = {}
         self.alone: dict[frozenset[int], list[list[tuple[float, float]]]] = {}
@@ -301,6 +300,13 @@ class Chain:
     def merged(
         self, first: int, again: Sequence[int], amounts: np.ndarray
     ) -> Iterator[tuple[float, float]]:
+        """Yield what one region over blocks ``first..j`` takes, for each j.
+
+        Args:
+            first: the block that it begins with.
+            again: what runs again for the derivatives of each block, a bit for each equation.
+            amounts: the bytes that each equation writes once more, and its work.
+        """
         begun, ended = self.edges
         peaks: list[float] = []
         bits, made = 0, 0.0

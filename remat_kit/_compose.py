@@ -146,8 +146,8 @@ class Layer:
             for j, (working, again) in enumerate(regions[:_INNER], s):
                 stay += more[j]
                 bits |= own[j]
-                less = again + float(chain.sums(bits, s, j, chain.weights))
-                work = again + float(chain.sums(bits | handed[s][j - s], s, j, chain.weights))
+                less = again + float(chain.sums(bits, s, j, chain.work))
+                work = again + float(chain.sums(bits | handed[s][j - s], s, j, chain.work))
                 kept = stay + finer.out[s, j]
                 found.append(_Part(j, kept, stay, working, work, less, finer.keep))
             yield found

@@ -313,6 +313,26 @@ def test_a_plan_is_a_recipe(tmp_path):
             jax.eval_shape(remat_kit.policy(broken)(mlp), *ARGS)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "0:9 hold (0:4 save 1.0; 4:9 save 5.0)",
+            "0:9 save 1.0 5.0 around (0:4 save 1.0; 4:9 save 5.0)",
+        ),
+        ("0:9 drop (0:4 save 1.0; 4:9)", "0:9 around (0:4 save 1.0; 4:9)"),
+        (
+            "0:9 hold (0:4 hold (0:2 save 1.0; 2:4); 4:9 offload in.2)",
+            "0:9 save 1.0 offload in.2 around (0:4 save 1.0 around (0:2 save 1.0; 2:4); "
+            "4:9 offload in.2)",
+        ),
+    ],
+)
+def test_regions_around_regions_of_older_plans_are_read(old, new):
+    assert [str(s) for s in _schedule.parse(old)] == [new]
+    assert _schedule.parse(old) == _schedule.parse(new)
+
+
 def test_blocks_that_are_treated_alike_share_a_line():
     front = remat_kit.frontier(mlp, *ARGS)
     blocks = remat_kit.estimate(mlp, *ARGS, checkpoints=["block_*"])
@@ -325,7 +345,7 @@ def test_blocks_that_are_treated_alike_share_a_line():
         assert _schedule.lines(found) == policy.lines
         for stretch, segment in zip(found, point.schedule, strict=True):
             kept = {front.graph.equations[e].makes[p] for e, p in stretch.save}
-            assert kept == segment.save or segment.inside
+            assert kept == segment.save
 
 
 def test_plans_go_through_scans():
@@ -891,8 +911,11 @@ def test_the_results_of_plans(path):
         assert peaks == sorted(peaks)
         for plan in plans:
             predicted = plan["predicted_peak_bytes"]
-            if not made_to_fit(row, predicted, plan):
-                assert 0.9 < predicted / plan["compiled_peak_bytes"] < 1.1
+            first = planner.first_prediction(row["frontier"], plan)
+            # The first that is compiled in a run has nothing to be corrected by; see the next test.
+            corrected = plan is not plans[0] or predicted != first
+            if corrected and not made_to_fit(row, predicted, plan):
+                assert 0.95 < predicted / plan["compiled_peak_bytes"] < 1.08
 
 
 def test_most_plans_are_predicted():
@@ -911,6 +934,7 @@ def test_most_plans_are_predicted():
             ]
     assert len(ratios) > 100
     assert max(abs(ratio - 1) for ratio in ratios) < 0.13
+    # 80 % until the least plans of ResNet-50 were planned with regions around regions.
     assert np.mean([abs(ratio - 1) <= 0.04 for ratio in ratios]) > 0.79
     assert np.mean([abs(ratio - 1) <= 0.05 for ratio in corrected]) > 0.97
 
