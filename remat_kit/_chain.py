@@ -273,6 +273,17 @@ class Chain:
             found.append(bits)
         return found
 
+    @functools.cached_property
+    def reach_from_nothing(self) -> list[int]:
+        """`reach` where nothing is kept."""
+        return self.reach(frozenset())
+
+    def making(self, block: int, arrays: Iterable[int]) -> float:
+        """Return the work in a block for those of some arrays that it makes."""
+        made = (p for p in map(self.producers.__getitem__, arrays) if self.block[p] == block)
+        bits = _union(self.reach_from_nothing[p] for p in made if p >= 0)
+        return float(self.sums(bits, block, block, self.work))
+
     def sums(self, bits: int, first: int, last: int, amounts: np.ndarray) -> np.ndarray:
         """Add up amounts of those equations, a bit for each, that are in some blocks."""
         lo, count = self.cuts[first], self.cuts[last + 1] - self.cuts[first]

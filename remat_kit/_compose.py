@@ -201,6 +201,9 @@ class Layer:
 
 # -- all together ---------------------------------------------------------------------------------
 
+# Blocks: of a chain whose regions may be around others that keep nothing, and around those again.
+_NESTED, RECURSIVE = 160, 80
+
 
 class _Item(NamedTuple):
     """Some consecutive blocks treated alike, as the chain sees them.
@@ -432,7 +435,7 @@ class Composer:
         self.inner_options: list[list[_Item]] = []
         chain, k, size = self.chain, self.chain.count, self.size
         found: list[list[_Item]] = [[] for _ in range(k)]
-        if chain.scans.any() or k > 160 or k < 3:
+        if chain.scans.any() or k > _NESTED or k < 3:
             return found
         out = self.handed_on
         singles: list[list[_Item]] = []
@@ -451,9 +454,11 @@ class Composer:
                 value, pick = never.copy(), np.full(slots + 1, -1, dtype=np.int32)
                 rest = self.inner.get((s + 1, t)) if length > 1 else np.zeros(slots + 1)
                 for number, item in enumerate(singles[s]):
-                    # The last block inside a region hands on to nothing inside it.
+                    # The last block inside a region hands on to nothing inside it, and runs again
+                    # there for no more than what it keeps.
                     if s == t:
-                        item = item._replace(kept=item.stay)
+                        work = item.work + self.made_again(item)
+                        item = item._replace(kept=item.stay, work=work)
                     kept_slots, need = item.slots(size)
                     if need > slots or rest is None:
                         continue
@@ -461,26 +466,28 @@ class Composer:
                     better = new < value[need:] * (1 - 1e-9)
                     value[need:][better] = new[better]
                     pick[need:][better] = number
-                if length > 2 and k <= 80:
+                if length > 2 and k <= RECURSIVE:
                     for j in range(s + 1, t):  # blocks s..j once more in a region of their own
                         kept_slots = round(out[s, j] / size)
                         if kept_slots > slots:
                             continue
                         ahead = self.inner[(j + 1, t)][memory[kept_slots:] - kept_slots]
-                        new = (
-                            forward[j + 1]
-                            - forward[s]
-                            + ahead
-                            + self.inner[(s, j)][memory[kept_slots:]]
-                        )
+                        inside = self.inner[(s, j)][memory[kept_slots:]]
+                        new = forward[j] - forward[s] + ahead + inside
                         better = new < value[kept_slots:] * (1 - 1e-9)
                         value[kept_slots:][better] = new[better]
                         pick[kept_slots:][better] = 1000 + j
                 self.inner[(s, t)], self.inner_choice[(s, t)] = value, pick
                 if length > 2:
-                    again = float(forward[t + 1] - forward[s])
+                    again = float(forward[t] - forward[s])
                     found[s].append(_Item(s, t, "nest", -1, float(out[s, t]), 0.0, 0.0, again))
         return found
+
+    def made_again(self, item: _Item) -> float:
+        """Return the work of a block for what is kept there, by itself or for its derivative."""
+        chain, b = self.chain, item.first
+        kept = chain.needs[b] if item.form == "plain" else self.levels[item.level].keep
+        return chain.making(b, kept)
 
     def backtrack(self, s: int, t: int, room: int) -> tuple[Segment, ...]:
         cuts, parts = self.chain.cuts, []

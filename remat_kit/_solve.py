@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from remat_kit._chain import Chain, coarser, positions, unbroken
-from remat_kit._compose import Composer, Layer, joined
+from remat_kit._compose import RECURSIVE, Composer, Layer, joined
 from remat_kit._cost import CostGraph, Loop
 from remat_kit._cut import TIME, Cutter, Worth, price_range
 from remat_kit._simulate import LoopPlan, Segment, Simulated, closure, loop_cost, simulate
@@ -212,6 +212,8 @@ def _proposals(
     short = len(graph.equations) <= _SHORT
     measures = [worth, besides] if short else [worth]
     sets = [fine, coarse, *([unbroken(graph, fine)] if short else [])]
+    if few:  # near the least memory, equal blocks are best treated as such
+        sets += [cuts for cuts in [_absorbed(graph, _modules(graph, 2))] if len(cuts) <= RECURSIVE]
     more = [frozenset(), _products(graph), frozenset(graph.residuals)]
     outer = set(everywhere)
     for cuts, measure in itertools.product(dict.fromkeys(map(tuple, sets)), measures):
@@ -230,11 +232,14 @@ def _proposals(
         steps = slots * (4 if chain.count <= 32 else 2 if small else 1)
         around = [level for level in kept if level.keep in outer]
         layers = [Layer(chain, level, more) for level in around]
-        # Where there is much memory, regions inside of others need not keep more than those.
-        simple = [Layer(chain, level, more[:1]) for level in around] if few else ()
-        for share in (1.0, 0.5, 0.3) if few else (1.0, 0.3):
-            tick(f"schedules of {chain.count} blocks")
-            yield from composer.solve(top * share, steps, layers if share < 1 else simple)
+        tick(f"schedules of {chain.count} blocks")
+        lean = [composer.solve(top * s, steps, layers) for s in ((0.5, 0.3) if few else (0.3,))]
+        full = composer.solve(top, steps, layers if few or not lean[0] else ())
+        if few and full and not lean[0]:  # the least is above: finer steps up to a bit more
+            least = simulate(graph, full[0]).peak_bytes
+            lean.append(composer.solve(1.1 * least, 2 * steps, layers))
+        for schedules in (full, *lean):
+            yield from schedules
 
 
 def _even(
@@ -245,12 +250,8 @@ def _even(
     """
     n = len(graph.equations)
     paths = [e.module.split("/") for e in graph.equations]
-    forced = {0, n}
     plain = Segment(0, n, plain=True)
-    sets = [
-        sorted(forced | {i for i in range(1, n) if paths[i][:depth] != paths[i - 1][:depth]})
-        for depth in (1, 2)
-    ]
+    sets = [_modules(graph, depth) for depth in (1, 2)]
     small = n < _LONG
     sets += [_absorbed(graph, cuts) for cuts in sets if small]
     sets += [coarser(graph, fine, keeps, most) for most in (4, 8, 16, 32)[:: 1 if small else 2]]
@@ -267,6 +268,12 @@ def _even(
                     p if paths[p.start][0] else _part(graph, plain, p.start, p.stop) for p in parts
                 )
             )
+
+
+def _modules(graph: CostGraph, depth: int) -> list[int]:
+    """Return where modules begin, so far down their paths, and both ends."""
+    paths = [e.module.split("/")[:depth] for e in graph.equations]
+    return [0, *(i for i in range(1, len(paths)) if paths[i] != paths[i - 1]), len(paths)]
 
 
 def _absorbed(graph: CostGraph, cuts: Sequence[int], share: float = 0.25) -> list[int]:

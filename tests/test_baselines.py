@@ -431,7 +431,7 @@ def test_baselines_table(capsys, tmp_path):
 
 
 @pytest.mark.slow  # pytest -m slow tests/test_baselines.py
-@pytest.mark.parametrize("chip", ["cpu", "h100"])
+@pytest.mark.parametrize("chip", ["cpu", "h100", "tpu-v5e"])
 @pytest.mark.parametrize("name", list(baselines.CASES))
 def test_no_baseline_beats_the_plans(name, chip):
     (row,) = baselines.rows([baselines.CASES[name]], chip)

@@ -336,7 +336,7 @@ def test_the_chain_knows_what_its_schedules_take(share, monkeypatch):
     assert forms >= {"plain", "leaf", "layer", "nest"}
     for room, peak, work, extra in seen:
         assert 0.85 * room <= peak <= 1.05 * room
-        assert extra <= work * (1 + 1e-6) + 1e-12
+        assert extra == pytest.approx(work, rel=1e-6, abs=1e-12)
 
 
 def test_a_thinned_curve_keeps_its_ends_and_its_corners():
