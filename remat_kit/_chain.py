@@ -144,7 +144,7 @@ class Chain:
     def __init__(self, graph: CostGraph, cuts: Sequence[int], worth: Worth = TIME):
         self.graph = graph
         self.worth = worth
-        self.work = np.array(worth.equations(graph))
+        self.work = _exact(np.array(worth.equations(graph)))
         self.levels: dict[frozenset[int], Level] = {}
         self.made_regions: dict[tuple[int, int, frozenset[int]], Segment] = {}
         self.alone: dict[frozenset[int], list[list[tuple[float, float]]]] = {}
@@ -332,6 +332,12 @@ class Chain:
             others = ended[b, first:b]
             yield max([peak, *(peaks + others if others.any() else peaks)]), work
             peaks.append(built + (self.flowing if peaks else self.flow_first)[b])
+
+
+def _exact(amounts: np.ndarray) -> np.ndarray:
+    """Round amounts so that sums of them are exact: what takes the same is equal then."""
+    unit = 2.0 ** (math.frexp(amounts.sum())[1] - 40)
+    return np.round(amounts / unit) * unit
 
 
 def _union(masks: Iterable[int]) -> int:

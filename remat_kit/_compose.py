@@ -33,6 +33,14 @@ def _rounded(amount: float, size: float, first: int) -> int:
     return math.floor(amount / size + (first * _GOLDEN) % 1)
 
 
+def _improve(known: np.ndarray, picked: np.ndarray, work: float | np.ndarray, choice: int) -> None:
+    """Take what is less than the least work known, and note which choice it was."""
+    better = work < known
+    if better.any():
+        np.copyto(known, work, where=better)
+        np.copyto(picked, choice, where=better)
+
+
 class _Choice(Protocol):
     """What is done with some blocks, of which the last is known, and what it takes."""
 
@@ -152,33 +160,32 @@ class Layer:
                 found.append(_Part(j, kept, stay, working, work, less, finer.keep))
             yield found
 
-    def solve(self, size: float, slots: int) -> None:
-        """Find the least work for any blocks and any memory beside what the outer region keeps."""
-        k = self.chain.count
-        self.size = size
-        self.value = np.full((k, _OUTER, slots + 1), np.inf)
-        self.pick = np.full((k, _OUTER, slots + 1), -1, dtype=np.int16)
+    def solve(self, size: float, found: np.ndarray) -> None:
+        """Find the least work for any blocks and any memory beside what the outer region keeps.
+
+        Args:
+            size: of a slot, in bytes.
+            found: is filled with the work, by the first block, by how many come after it and by
+                slots.
+        """
+        k, slots = self.chain.count, found.shape[-1] - 1
+        self.size, self.value = size, found
+        self.value.fill(np.inf)
+        self.pick = np.empty(found.shape, dtype=np.int16)
         for s in range(k - 1, -1, -1):
+            value, pick = self.value[s], self.pick[s]
             for place, part in enumerate(self.parts[s]):
                 length = part.last - s
                 need = part.need(0, size, s)
-                if need <= slots:
-                    self.improve((s, slice(length, length + 1)), need, part.less, place)
+                if need <= slots and part.less < value[length, need]:
+                    _improve(value[length, need:], pick[length, need:], part.less, place)
                 kept = _rounded(part.kept, size, s)
                 need = part.need(kept, size, s)
                 rest = min(_OUTER - 1 - length, k - 1 - part.last)
                 if need <= slots and rest > 0:
                     ahead = self.value[part.last + 1, :rest, need - kept : slots + 1 - kept]
-                    where = s, slice(length + 1, length + 1 + rest)
-                    self.improve(where, need, ahead + part.work, place)
-
-    def improve(
-        self, where: tuple[int, slice], need: int, work: float | np.ndarray, place: int
-    ) -> None:
-        value, pick = self.value[where][:, need:], self.pick[where][:, need:]
-        better = work < value * (1 - 1e-9)
-        np.copyto(value, work, where=better)
-        np.copyto(pick, place, where=better)
+                    later = slice(length + 1, length + 1 + rest), slice(need, None)
+                    _improve(value[later], pick[later], ahead + part.work, place)
 
     def lasts(self, first: int) -> Iterator[int]:
         """Yield the last blocks of the outer regions that begin with one and can be had."""
@@ -203,6 +210,15 @@ class Layer:
 
 # Blocks: of a chain whose regions may be around others that keep nothing, and around those again.
 _NESTED, RECURSIVE = 160, 80
+
+# What a choice among nested regions is for a region up to block j: so much and j.
+_REGION = 1000
+
+_FORMS = "plain", "leaf", "layer", "nest", "loop"
+_LAYER, _NEST = 2, 3
+
+# At how many amounts of memory options are looked at before they are compared at all.
+_LOOKS = 120
 
 
 class _Item(NamedTuple):
@@ -247,6 +263,33 @@ class _Item(NamedTuple):
         return [(self, 1), (less, 0)]
 
 
+class _Options(NamedTuple):
+    """All that can be done from one block on, in arrays: `_Item`s, and what comes next."""
+
+    first: int
+    last: np.ndarray
+    form: np.ndarray
+    level: np.ndarray
+    follower: np.ndarray
+    region: np.ndarray
+    kept: np.ndarray
+    room: np.ndarray
+    need: np.ndarray
+    work: np.ndarray
+
+    @classmethod
+    def of(cls, ways: Sequence[tuple[_Item, int]], size: float) -> _Options:
+        """Put options together, bytes as `_Item.slots` of a size."""
+        first = ways[0][0].first
+        last, level, follower = np.array([(i.last, i.level, f) for i, f in ways]).T
+        form = np.array([_FORMS.index(item.form) for item, _ in ways])
+        amounts = np.array([(i.kept, i.stay, i.working, i.work) for i, _ in ways]).T
+        kept, stay, working = amounts[:3] / size
+        kept, room = (np.floor(x + (first * _GOLDEN) % 1).astype(int) for x in (kept, stay))
+        need = np.maximum(kept, room + np.ceil(working).astype(int))
+        return cls(first, last, form, level, follower, form > 0, kept, room, need, amounts[3])
+
+
 class Composer:
     """The dynamic program over a chain.
 
@@ -269,6 +312,7 @@ class Composer:
         self.loops = loops
         self.host_bandwidth = host_bandwidth
         self.layers: Sequence[Layer] = ()
+        self.layer_values = self.inner = np.empty(0)
         self.size = 1.0
         self.handed_on = chain.level(frozenset()).out
 
@@ -353,26 +397,58 @@ class Composer:
         chosen: list[list[tuple[_Item, int]]] = []
         for t in range(k - 1, -1, -1):
             around = (way for item in (*nested[t], *layered[t]) for way in item.ways())
-            options = [*items[t], *around]
-            chosen.append(options)
-            for number, (item, follower) in enumerate(options):
-                kept, need = item.slots(size)
-                if need > slots:
-                    continue
-                known, numbers = (x[t][int(item.form != "plain")][need:] for x in (best, choice))
-                parts = [best[item.last + 1][follower][need - kept : slots + 1 - kept]]
+            ways = [*items[t], *around]
+            chosen.append(ways)
+            options = _Options.of(ways, size)
+            for number in self.promising(options, best):
+                item, follower = ways[number]
+                kept, need = int(options.kept[number]), int(options.need[number])
+                value = best[item.last + 1, follower, need - kept : slots + 1 - kept] + item.work
                 inside = self.inside(item)
                 if inside is not None:
-                    room = item.room(size)
-                    parts.append(inside[need - room : slots + 1 - room])
-                # More memory never takes more work: is the least of this less than the most so far?
-                if item.work + sum(float(part[-1]) for part in parts) < known[0]:
-                    value = sum(parts, np.float64(item.work))
-                    better = value < known * (1 - 1e-9)
-                    known[better] = value[better]
-                    numbers[better] = number
+                    room = int(options.room[number])
+                    value += inside[need - room : slots + 1 - room]
+                where = t, int(item.form != "plain"), slice(need, None)
+                _improve(best[where], choice[where], value, number)
         chosen.reverse()
         return best, choice, chosen
+
+    def promising(self, options: _Options, best: np.ndarray) -> list[int]:
+        """Return those options from one block on that may be the best for some memory.
+
+        More memory never takes more work. So what is no better with the next amount looked at than
+        the best is with one, is no better between the two.
+        """
+        slots = best.shape[-1] - 1
+        at = np.append(np.arange(0, slots, max(1, slots // _LOOKS)), slots)
+        value = self.values(options, best, at)
+        fits, found = np.isfinite(value[:, 1:]), np.zeros(len(value), dtype=bool)
+        for region in (False, True):
+            these = options.region == region
+            if these.any():
+                least = value[these].min(axis=0)
+                found[these] = (fits[these] & (value[these, 1:] <= least[:-1])).any(axis=1)
+        return np.flatnonzero(found).tolist()
+
+    def values(self, options: _Options, best: np.ndarray, at: np.ndarray) -> np.ndarray:
+        """Return the least work with each option, for some amounts of memory in slots."""
+
+        def left(amount: np.ndarray) -> np.ndarray:
+            return np.maximum(at - amount[:, None], 0)
+
+        value = best[options.last[:, None] + 1, options.follower[:, None], left(options.kept)]
+        value += options.work[:, None]
+        for form, store in ((_LAYER, self.layer_values), (_NEST, self.inner)):
+            these = options.form == form
+            if these.any():
+                level, last = options.level[these, None], options.last[these, None]
+                room = left(options.room[these])
+                if form == _LAYER:
+                    value[these] += store[level, options.first, last - options.first, room]
+                else:
+                    value[these] += store[options.first, last, room]
+        value[at < options.need[:, None]] = np.inf
+        return value
 
     def schedule(
         self,
@@ -408,14 +484,17 @@ class Composer:
     def inside(self, item: _Item) -> np.ndarray | None:
         """Return the least work of the regions inside of an item, for each amount of memory."""
         if item.form == "layer":
-            return self.layers[item.level].value[item.first, item.last - item.first]
+            return self.layer_values[item.level, item.first, item.last - item.first]
         return self.inner[item.first, item.last] if item.form == "nest" else None
 
     def layered(self, slots: int) -> list[list[_Item]]:
         """Items that keep a level, around regions that keep more."""
         found: list[list[_Item]] = [[] for _ in range(self.chain.count)]
+        shape = len(self.layers), self.chain.count, _OUTER, slots + 1
+        if self.layer_values.shape != shape:
+            self.layer_values = np.empty(shape)
         for number, layer in enumerate(self.layers):
-            layer.solve(self.size, slots)
+            layer.solve(self.size, self.layer_values[number])
             level = layer.level
             total = np.concatenate([[0.0], np.cumsum(level.kept)])
             for s, items in enumerate(found):
@@ -430,9 +509,6 @@ class Composer:
 
     def nested(self, slots: int) -> list[list[_Item]]:
         """Items that drop what they keep and go back through themselves as best they can."""
-        self.inner: dict[tuple[int, int], np.ndarray] = {}
-        self.inner_choice: dict[tuple[int, int], np.ndarray] = {}
-        self.inner_options: list[list[_Item]] = []
         chain, k, size = self.chain, self.chain.count, self.size
         found: list[list[_Item]] = [[] for _ in range(k)]
         if chain.scans.any() or k > _NESTED or k < 3:
@@ -446,41 +522,32 @@ class Composer:
             singles.append(_undominated(options))
         self.inner_options = singles
         forward = np.concatenate([[0.0], np.cumsum(chain.forward)])
-        memory = np.arange(slots + 1)
-        never = np.full(slots + 1, np.inf)
-        for length in range(1, k):
-            for s in range(k - length + 1):
-                t = s + length - 1
-                value, pick = never.copy(), np.full(slots + 1, -1, dtype=np.int32)
-                rest = self.inner.get((s + 1, t)) if length > 1 else np.zeros(slots + 1)
-                for number, item in enumerate(singles[s]):
-                    # The last block inside a region hands on to nothing inside it, and runs again
-                    # there for no more than what it keeps.
-                    if s == t:
-                        work = item.work + self.made_again(item)
-                        item = item._replace(kept=item.stay, work=work)
-                    kept_slots, need = item.slots(size)
-                    if need > slots or rest is None:
-                        continue
-                    new = item.work + rest[memory[need:] - kept_slots]
-                    better = new < value[need:] * (1 - 1e-9)
-                    value[need:][better] = new[better]
-                    pick[need:][better] = number
-                if length > 2 and k <= RECURSIVE:
-                    for j in range(s + 1, t):  # blocks s..j once more in a region of their own
-                        kept_slots = round(out[s, j] / size)
-                        if kept_slots > slots:
-                            continue
-                        ahead = self.inner[(j + 1, t)][memory[kept_slots:] - kept_slots]
-                        inside = self.inner[(s, j)][memory[kept_slots:]]
-                        new = forward[j] - forward[s] + ahead + inside
-                        better = new < value[kept_slots:] * (1 - 1e-9)
-                        value[kept_slots:][better] = new[better]
-                        pick[kept_slots:][better] = 1000 + j
-                self.inner[(s, t)], self.inner_choice[(s, t)] = value, pick
-                if length > 2:
-                    again = float(forward[t] - forward[s])
-                    found[s].append(_Item(s, t, "nest", -1, float(out[s, t]), 0.0, 0.0, again))
+        # The least work for blocks s..t, by s, t and the slots of memory; and what it begins with.
+        self.inner = inner = np.full((k, k, slots + 1), np.inf)
+        self.inner_choice = pick = np.full((k, k, slots + 1), -1, dtype=np.int16)
+        for s in range(k - 1, -1, -1):
+            for number, item in enumerate(singles[s]):
+                # The last block inside a region hands on to nothing inside it, and runs again
+                # there for no more than what it keeps.
+                _, need = item._replace(kept=item.stay).slots(size)
+                work = item.work + self.made_again(item)
+                _improve(inner[s, s, need:], pick[s, s, need:], work, number)
+                kept, need = item.slots(size)
+                if need <= slots and s + 1 < k:
+                    later = s, slice(s + 1, None), slice(need, None)
+                    ahead = inner[s + 1, s + 1 :, need - kept : slots + 1 - kept]
+                    _improve(inner[later], pick[later], ahead + item.work, number)
+            for j in range(s + 1, k - 1 if k <= RECURSIVE else 0):
+                # Blocks s..j in a region of their own once more, before all those after them.
+                kept = round(out[s, j] / size)
+                if kept <= slots:
+                    later = s, slice(j + 1, None), slice(kept, None)
+                    ahead = inner[j + 1, j + 1 :, : slots + 1 - kept]
+                    inside = inner[s, j, kept:] + (forward[j] - forward[s])
+                    _improve(inner[later], pick[later], ahead + inside, _REGION + j)
+            for t in range(s + 2, k):
+                again = float(forward[t] - forward[s])
+                found[s].append(_Item(s, t, "nest", -1, float(out[s, t]), 0.0, 0.0, again))
         return found
 
     def made_again(self, item: _Item) -> float:
@@ -493,9 +560,9 @@ class Composer:
         cuts, parts = self.chain.cuts, []
         size = self.size
         while s <= t:
-            pick = int(self.inner_choice[(s, t)][room])
-            if pick >= 1000:
-                j = pick - 1000
+            pick = int(self.inner_choice[s, t, room])
+            if pick >= _REGION:
+                j = pick - _REGION
                 inside = self.backtrack(s, j, room)
                 room -= round(self.handed_on[s, j] / size)
                 parts.append(Segment(cuts[s], cuts[j + 1], inside=inside))
