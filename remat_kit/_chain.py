@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -282,14 +283,18 @@ class Chain:
         """Return the work in a block for those of some arrays that it makes."""
         made = (p for p in map(self.producers.__getitem__, arrays) if self.block[p] == block)
         bits = _union(self.reach_from_nothing[p] for p in made if p >= 0)
-        return float(self.sums(bits, block, block, self.work))
+        return float(self.sums([bits], block, block, self.work)[0])
 
-    def sums(self, bits: int, first: int, last: int, amounts: np.ndarray) -> np.ndarray:
-        """Add up amounts of those equations, a bit for each, that are in some blocks."""
+    def sums(self, masks: Sequence[int], first: int, last: int, amounts: np.ndarray) -> np.ndarray:
+        """Add up amounts of those equations that are in some blocks, for each of some masks with a
+        bit for each equation.
+        """
         lo, count = self.cuts[first], self.cuts[last + 1] - self.cuts[first]
-        within = (bits >> lo) & ((1 << count) - 1)
-        packed = np.frombuffer(within.to_bytes((count + 7) // 8, "little"), dtype=np.uint8)
-        return np.unpackbits(packed, count=count, bitorder="little") @ amounts[lo : lo + count]
+        size, within = (count + 7) // 8, (1 << count) - 1
+        packed = b"".join(((bits >> lo) & within).to_bytes(size, "little") for bits in masks)
+        rows = np.frombuffer(packed, dtype=np.uint8).reshape(len(masks), size)
+        some = np.unpackbits(rows, axis=1, count=count, bitorder="little")
+        return some @ amounts[lo : lo + count]
 
     def regions(self, level: Level) -> list[list[tuple[float, float]]]:
         """What one region over blocks ``s..j`` takes, by s and then j: the bytes that it needs
@@ -318,15 +323,16 @@ class Chain:
             again: what runs again for the derivatives of each block, a bit for each equation.
             amounts: the bytes that each equation writes once more, and its work.
         """
+        stop = min(self.count, first + LONGEST)
+        last = next((b for b in range(first, stop) if self.scans[b]), stop) - 1
+        if last < first:
+            return
+        masks = list(itertools.accumulate(again[first : last + 1], operator.or_))
         begun, ended = self.edges
         peaks: list[float] = []
-        bits, made = 0, 0.0
-        for b in range(first, min(self.count, first + LONGEST)):
-            if self.scans[b]:
-                return
-            bits |= again[b]
+        made = 0.0
+        for b, (built, work) in enumerate(self.sums(masks, first, last, amounts).tolist(), first):
             made += self.made[b]
-            built, work = map(float, self.sums(bits, first, b, amounts))
             built += made + begun[first, b]
             peak = built + (self.flow_last if peaks else self.flow_alone)[b]
             others = ended[b, first:b]

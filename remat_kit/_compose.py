@@ -149,15 +149,19 @@ class Layer:
         for t in finer.keep - self.level.keep:
             own[chain.block[chain.producers[t]]] |= reach[chain.producers[t]]
         more = finer.kept - self.level.kept
-        for s, regions in enumerate(chain.regions(finer)):
-            stay, bits, found = 0.0, 0, []
-            for j, (working, again) in enumerate(regions[:_INNER], s):
-                stay += more[j]
-                bits |= own[j]
-                less = again + float(chain.sums(bits, s, j, chain.work))
-                work = again + float(chain.sums(bits | handed[s][j - s], s, j, chain.work))
-                kept = stay + finer.out[s, j]
-                found.append(_Part(j, kept, stay, working, work, less, finer.keep))
+        for s, all_regions in enumerate(chain.regions(finer)):
+            found, regions = [], all_regions[:_INNER]
+            if regions:  # none begins with a scan
+                last = s + len(regions) - 1
+                bits = list(itertools.accumulate(own[s : last + 1], operator.or_))
+                masks = [*bits, *map(operator.or_, bits, handed[s])]
+                keeping, handing = chain.sums(masks, s, last, chain.work).reshape(2, -1).tolist()
+                stay = np.cumsum(more[s : last + 1]).tolist()
+                for n, (working, again) in enumerate(regions):
+                    kept = stay[n] + float(finer.out[s, s + n])
+                    work, less = again + handing[n], again + keeping[n]
+                    part = _Part(s + n, kept, stay[n], working, work, less, finer.keep)
+                    found.append(part)
             yield found
 
     def solve(self, size: float, found: np.ndarray) -> None:
