@@ -164,7 +164,7 @@ class Simulation:
         twice = self.twice(schedule, held)
         own = sum(self.own_bytes(s) for s in schedule) + sum(twice)
         host = self.bytes(saved & on_host)
-        self.forward(schedule)
+        self.forward(schedule, held)
         self.seconds += 2 * host / self.host_bandwidth
         self.backward(schedule, 0, frozenset(), on_host, twice)
         return Simulated(
@@ -214,9 +214,11 @@ class Simulation:
         same array (seen in a program for CPU, jax 0.12). Outside of scans they are one.
         """
         found = [0] * len(schedule)
+        if not self.graph.stacked:
+            return found
         later = frozenset[int]()
         for number in range(len(schedule) - 1, -1, -1):
-            if self.graph.stacked and not schedule[number].plain:
+            if not schedule[number].plain:
                 found[number] = self.bytes(schedule[number].save & later)
             later |= held[number]
         return found
@@ -262,10 +264,9 @@ class Simulation:
         if live > self.peak:
             self.peak, self.where, self.kind = int(live), (segment.start, segment.stop), kind
 
-    def forward(self, schedule: Sequence[Segment]) -> None:
+    def forward(self, schedule: Sequence[Segment], held: Sequence[frozenset[int]]) -> None:
         """The first forward pass: what is held so far, and what crosses to the next operation."""
         graph = self.graph
-        held = self.held(schedule)
         kept = frozenset().union(*held) if held else frozenset()
         steps = graph.written_steps.copy()
         for t in kept:
