@@ -282,12 +282,14 @@ class _Moment:
 
 
 def _busiest(graph: CostGraph, most: int = 3) -> list[_Moment]:
-    """Return some moments before which much of the program comes and when much is there."""
+    """Return some moments before which much of the program comes, and when much is there beside
+    what is set apart for gradients from the start.
+    """
     kept = np.cumsum([sum(graph.tensors[t].bytes for t in e.makes) for e in graph.equations])
     moments = [m for m in _moments(graph) if graph.equations[m.place].loop is None]
-    ranked = sorted(moments, key=lambda m: m.bytes * float(kept[m.place]), reverse=True)
     first = _Moment(len(graph.equations), graph.standing_bytes[-1])
-    return [first, *ranked[: most - 1]]
+    more = {m: (m.bytes - first.bytes) * float(kept[m.place]) for m in moments}
+    return [first, *sorted(moments, key=more.__getitem__, reverse=True)[: most - 1]]
 
 
 def _moments(graph: CostGraph) -> Iterator[_Moment]:
