@@ -972,6 +972,9 @@ CASES = {
     "resnet50": Case("ResNet-50, 64 images", "resnet", {"depth": 50, "batch": 64}),
     "resnet152": Case("ResNet-152, 16 images", "resnet", {"depth": 152, "batch": 16}),
     "densenet121": Case("DenseNet-121, 32 images", "densenet", {"depth": 121, "batch": 32}),
+    "densenet201": Case("DenseNet-201, 16 images", "densenet", {"depth": 201, "batch": 16}),
+    "nasnet": Case("NASNet-A, 64 images", "cells", {"arch": "nasnet", "batch": 64}),
+    "gpt72scan": Case("GPT, 72 layers, a scan", "gpt", {"layers": 72, "batch": 8, "scan": True}),
 }
 SMOKE = {
     "mlp": Case("residual MLP, 4 blocks", "residual_mlp", {"batch": 8, "width": 8, "layers": 4}),

@@ -244,8 +244,8 @@ def plan(
         args: arrays or `jax.ShapeDtypeStruct`, in pytrees.
         budget: bytes on the device, arguments and results included (``"14GiB"``, an integer); a
             fraction of the step's activation memory (0.5), that is of its temporaries without a
-            plan; ``"min"``, the least memory; ``"free"``, the least at no more than 2 % extra time;
-            ``"fit"``, what the chip has.
+            plan; ``"min"``, the least memory for at most four forward passes more; ``"free"``, the
+            least at no more than 2 % extra time; ``"fit"``, what the chip has.
         target: the chip to compile for.
         argnums: what to differentiate.
         objective: what to spend least of, as for `frontier`, but that both count by default.

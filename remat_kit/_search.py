@@ -18,6 +18,10 @@ from remat_kit._target import Memory, Target, compile_program
 
 _FREE_SHARE = 0.02  # of the step, what "free" may cost
 
+# How many forward passes more "min" may take: below that a few bytes take many, and the compiler
+# as many times longer.
+_MOST_PASSES = 4
+
 # Programs whose peaks differ by less of their temporaries are as good as each other.
 _EQUAL = 0.01
 
@@ -222,7 +226,12 @@ class Search:
         """The point to compile next."""
         points = self.points
         if budget == "min":
-            new = [p for p in range(len(points)) if p not in self.known]
+            most = _MOST_PASSES * self.frontier.forward_seconds
+            new = [
+                p
+                for p, point in enumerate(points)
+                if p not in self.known and point.extra_work <= most
+            ]
             if not new:
                 return None
             best = min(new, key=self.smallest)

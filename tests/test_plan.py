@@ -465,6 +465,18 @@ def test_of_equal_peaks_the_least_work_is_compiled_first(front):
     assert search.choice("min", None) == everything.choice("free", None) == 1
 
 
+def test_the_least_memory_is_not_had_at_any_price(front):
+    search = Search(mlp, ARGS, 0, target("cpu"), front, 3, silent)
+    search.known = {search.plain: remat_kit.measure(mlp, *ARGS)}
+    dear = dataclasses.replace(search.points[0], extra_work=4.1 * front.forward_seconds)
+    search.points = (dear, *search.points[1:])
+    assert search.choice("min", None) == 1
+    # A budget that nothing else fits is one.
+    limit = dear.predicted_peak_bytes
+    assert search.points[1].predicted_peak_bytes > limit
+    assert search.choice(limit, limit) == 0
+
+
 def products_of(jaxpr):
     inner = (products_of(j) for e in jaxpr.eqns for j in jec.jaxprs_in_params(e.params))
     return sum(e.primitive.name == "dot_general" for e in jaxpr.eqns) + sum(inner)
