@@ -213,7 +213,8 @@ def _proposals(
     measures = [worth, besides] if short else [worth]
     sets = [fine, coarse, *([unbroken(graph, fine)] if short else [])]
     if few:  # near the least memory, equal blocks are best treated as such
-        sets += [cuts for cuts in [_absorbed(graph, _modules(graph, 2))] if len(cuts) <= RECURSIVE]
+        blocks = sorted({*_absorbed(graph, _modules(graph, 2)), *_around_scans(graph)})
+        sets += [blocks] if len(blocks) <= RECURSIVE else []
     more = [frozenset(), _products(graph), frozenset(graph.residuals)]
     outer = set(everywhere)
     for cuts, measure in itertools.product(dict.fromkeys(map(tuple, sets)), measures):
@@ -276,6 +277,11 @@ def _modules(graph: CostGraph, depth: int) -> list[int]:
     return [0, *(i for i in range(1, len(paths)) if paths[i] != paths[i - 1]), len(paths)]
 
 
+def _around_scans(graph: CostGraph) -> list[int]:
+    """Return where scans begin and end: each is a part of its own."""
+    return [i + k for i, e in enumerate(graph.equations) if e.loop is not None for k in (0, 1)]
+
+
 def _absorbed(graph: CostGraph, cuts: Sequence[int], share: float = 0.25) -> list[int]:
     """Give parts that make little beside the median one to the part before, or the first after."""
     made = [0]
@@ -296,11 +302,10 @@ def presets(graph: CostGraph) -> Iterator[tuple[str, tuple[Segment, ...]]]:
     n = len(graph.equations)
     paths = [e.module.split("/") for e in graph.equations]
     scans = {e.index: e.loop for e in graph.equations if e.loop is not None}
-    around = {i for s in scans for i in (s, s + 1)}
-    cuts = {0, n, *around, *(i for i in range(1, n) if paths[i][:2] != paths[i - 1][:2])}
+    cuts = sorted({*_modules(graph, 2), *_around_scans(graph)})
     for name, kept in (("nothing", lambda part: frozenset[int]()), ("dots", _products)):
         schedule = []
-        for lo, hi in itertools.pairwise(sorted(cuts)):
+        for lo, hi in itertools.pairwise(cuts):
             if lo in scans:
                 loop = scans[lo]
                 body = (Segment(0, len(loop.graph.equations), save=kept(loop.graph)),)

@@ -87,10 +87,10 @@ def test_what_a_kept_array_is_fused_from_is_there_until_it_is_written_down():
     graph = _cost.trace(loss, (struct(16, 512), struct(64, 16)), target("h100"))
     (product,) = products(graph)
     (exp,) = (e for e in graph.equations if e.primitive == "exp")
-    region = Segment(0, len(graph.equations), save=frozenset(exp.makes))
+    schedule = (Segment(0, len(graph.equations), save=frozenset(exp.makes)),)
     assert not graph.tensors[exp.makes[0]].in_memory
     found = Simulation(graph, 1.0)
-    found.forward((region,))
+    found.forward(schedule, found.held(schedule))
     assert found.peak >= sum(graph.tensors[t].bytes for t in (*product.makes, *exp.makes))
 
 
