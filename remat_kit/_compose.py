@@ -401,6 +401,8 @@ class Composer:
         chosen: list[list[tuple[_Item, int]]] = []
         for t in range(k - 1, -1, -1):
             around = (way for item in (*nested[t], *layered[t]) for way in item.ways())
+            if self.chain.graph.early:  # a region has to come next
+                around = (way for way in around if way[1])
             ways = [*items[t], *around]
             chosen.append(ways)
             options = _Options.of(ways, size)

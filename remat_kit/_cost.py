@@ -173,6 +173,8 @@ class CostGraph:
         stacked: whether this is the body of a scan: what an iteration keeps outside of regions is
             then written down as it is, for no fusion reaches from one loop into another.
         reuses: whether the compiler keeps temporaries where a result will be.
+        early: whether it may rebuild a region around regions before the derivatives of what follows
+            outside of any are done: XLA:CPU removes barriers, then orders operations (jax 0.12).
     """
 
     tensors: tuple[Tensor, ...]
@@ -181,6 +183,7 @@ class CostGraph:
     program: Program = dataclasses.field(repr=False)
     stacked: bool = False
     reuses: bool = True
+    early: bool = False
 
     @functools.cached_property
     def forward_flops(self) -> float:
@@ -530,9 +533,14 @@ class _Builder:
         for i, eqn in enumerate(eqns):
             moved = traffic[i], written[i]
             built.append(self.equation(i, eqn, reads[i], makes[i], rules[i], moved, tensors))
-        reuses = self.chip.platform != "tpu"
         return CostGraph(
-            tuple(tensors), tuple(built), tuple(outputs), self.program, self.stacked, reuses
+            tuple(tensors),
+            tuple(built),
+            tuple(outputs),
+            self.program,
+            self.stacked,
+            reuses=self.chip.platform != "tpu",
+            early=self.chip.platform == "cpu" and not self.stacked,
         )
 
     def sources(

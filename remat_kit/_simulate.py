@@ -167,6 +167,8 @@ class Simulation:
         self.forward(schedule, held)
         self.seconds += 2 * host / self.host_bandwidth
         self.backward(schedule, 0, frozenset(), on_host, twice)
+        if self.graph.early:
+            self.rebuilt_early(schedule)
         return Simulated(
             peak_bytes=self.peak,
             saved_bytes=self.bytes(saved - on_host) + own,
@@ -318,6 +320,22 @@ class Simulation:
             away = self.bytes((on_host & below[number]) - held[number]) if on_host else 0
             level = levels[number + 1] - away + self.cotangents_across(segment.stop)
             self.segment(segment, level, below[number + 1], held[number] - below[number])
+
+    def rebuilt_early(self, schedule: Sequence[Segment]) -> None:
+        """Where a region around regions comes before the last operations, which are in none: what
+        it rebuilds may be there beside the most that the derivatives of these take.
+        """
+        last = max((k for k, s in enumerate(schedule) if not s.plain), default=-1)
+        if last < 0 or last + 1 == len(schedule) or not schedule[last].inside:
+            return
+        outer = schedule[last]
+        before, after = schedule[: last + 1], schedule[last + 1 :]
+        there = frozenset().union(*self.held(before))
+        rebuilt = frozenset().union(*self.held(outer.inside)) - there
+        tail = Simulation(self.graph, self.host_bandwidth)
+        base = self.bytes(there | rebuilt) + sum(map(self.own_bytes, before))
+        tail.backward(after, base, there, frozenset())
+        self.note(tail.peak, outer, "recompute")
 
     def segment(
         self, segment: Segment, level: float, available: frozenset[int], mine: frozenset[int]
