@@ -63,11 +63,11 @@ def _forced(graph: CostGraph) -> set[int]:
 def _uncovered(graph: CostGraph, keep: frozenset[int]) -> np.ndarray:
     """Bytes that cross each position and are not kept."""
     steps = np.zeros(len(graph.equations) + 2)
-    for t in graph.tensors:
-        if t.producer >= 0 and t.users and t.users[-1] > t.producer and t.index not in keep:
-            steps[t.producer + 1] += t.bytes
-            steps[t.users[-1] + 1] -= t.bytes
-    return np.cumsum(steps)[:-1]
+    for t in map(graph.tensors.__getitem__, keep):
+        if t.producer >= 0 and t.users and t.users[-1] > t.producer:
+            steps[t.producer + 1] -= t.bytes
+            steps[t.users[-1] + 1] += t.bytes
+    return np.array(graph.live_bytes) + np.cumsum(steps)[:-1]
 
 
 def _valleys(live: np.ndarray) -> list[list[int]]:
@@ -148,7 +148,7 @@ class Chain:
         self.work = _exact(np.array(worth.equations(graph)))
         self.levels: dict[frozenset[int], Level] = {}
         self.made_regions: dict[tuple[int, int, frozenset[int]], Segment] = {}
-        self.alone: dict[frozenset[int], list[list[tuple[float, float]]]] = {}
+        self.alone: dict[tuple[frozenset[int], int], list[list[tuple[float, float]]]] = {}
         self.cuts = list(cuts)
         self.count = len(cuts) - 1
         self.block = np.zeros(len(graph.equations) + 1, dtype=int)
@@ -296,11 +296,11 @@ class Chain:
         some = np.unpackbits(rows, axis=1, count=count, bitorder="little")
         return some @ amounts[lo : lo + count]
 
-    def regions(self, level: Level) -> list[list[tuple[float, float]]]:
-        """What one region over blocks ``s..j`` takes, by s and then j: the bytes that it needs
-        beside what it keeps, and the work that it does again.
+    def regions(self, level: Level, most: int = LONGEST) -> list[list[tuple[float, float]]]:
+        """What one region over blocks ``s..j`` takes, by s and then j, for so many blocks at most:
+        the bytes that it needs beside what it keeps, and the work that it does again.
         """
-        found = self.alone.get(level.keep)
+        found = self.alone.get((level.keep, most))
         if found is None:
             reach, keep = self.reach(level.keep), level.keep
             again = [
@@ -309,12 +309,12 @@ class Chain:
             ]
             written = [sum(size for t, size in some if t not in keep) for some in self.written]
             amounts = np.array([written, self.work]).T
-            found = [list(self.merged(s, again, amounts)) for s in range(self.count)]
-            self.alone[level.keep] = found
+            found = [list(self.merged(s, again, amounts, most)) for s in range(self.count)]
+            self.alone[level.keep, most] = found
         return found
 
     def merged(
-        self, first: int, again: Sequence[int], amounts: np.ndarray
+        self, first: int, again: Sequence[int], amounts: np.ndarray, most: int
     ) -> Iterator[tuple[float, float]]:
         """Yield what one region over blocks ``first..j`` takes, for each j.
 
@@ -322,8 +322,9 @@ class Chain:
             first: the block that it begins with.
             again: what runs again for the derivatives of each block, a bit for each equation.
             amounts: the bytes that each equation writes once more, and its work.
+            most: blocks of a region.
         """
-        stop = min(self.count, first + LONGEST)
+        stop = min(self.count, first + most)
         last = next((b for b in range(first, stop) if self.scans[b]), stop) - 1
         if last < first:
             return

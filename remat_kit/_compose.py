@@ -149,8 +149,8 @@ class Layer:
         for t in finer.keep - self.level.keep:
             own[chain.block[chain.producers[t]]] |= reach[chain.producers[t]]
         more = finer.kept - self.level.kept
-        for s, all_regions in enumerate(chain.regions(finer)):
-            found, regions = [], all_regions[:_INNER]
+        for s, regions in enumerate(chain.regions(finer, _INNER)):
+            found = []
             if regions:  # none begins with a scan
                 last = s + len(regions) - 1
                 bits = list(itertools.accumulate(own[s : last + 1], operator.or_))
@@ -519,24 +519,17 @@ class Composer:
         found: list[list[_Item]] = [[] for _ in range(k)]
         if chain.scans.any() or k > _NESTED or k < 3:
             return found
-        out = self.handed_on
-        singles: list[list[_Item]] = []
-        for b in range(k):
-            options = [next(_plain_items(chain, b))]
-            for number, level in enumerate(self.levels):
-                options += itertools.islice(self.leaf_items(number, level, b), 1)
-            singles.append(_undominated(options))
-        self.inner_options = singles
+        out, singles = self.handed_on, self.singles
         forward = np.concatenate([[0.0], np.cumsum(chain.forward)])
         # The least work for blocks s..t, by s, t and the slots of memory; and what it begins with.
         self.inner = inner = np.full((k, k, slots + 1), np.inf)
         self.inner_choice = pick = np.full((k, k, slots + 1), -1, dtype=np.int16)
         for s in range(k - 1, -1, -1):
-            for number, item in enumerate(singles[s]):
+            for number, (item, made_again) in enumerate(singles[s]):
                 # The last block inside a region hands on to nothing inside it, and runs again
                 # there for no more than what it keeps.
                 _, need = item._replace(kept=item.stay).slots(size)
-                work = item.work + self.made_again(item)
+                work = item.work + made_again
                 _improve(inner[s, s, need:], pick[s, s, need:], work, number)
                 kept, need = item.slots(size)
                 if need <= slots and s + 1 < k:
@@ -556,8 +549,21 @@ class Composer:
                 found[s].append(_Item(s, t, "nest", -1, float(out[s, t]), 0.0, 0.0, again))
         return found
 
+    @functools.cached_property
+    def singles(self) -> list[list[tuple[_Item, float]]]:
+        """What can be done with each block by itself inside of a region, and the work of it for
+        what is kept there.
+        """
+        found: list[list[tuple[_Item, float]]] = []
+        for b in range(self.chain.count):
+            options = [next(_plain_items(self.chain, b))]
+            for number, level in enumerate(self.levels):
+                options += itertools.islice(self.leaf_items(number, level, b), 1)
+            found.append([(item, self.made_again(item)) for item in _undominated(options)])
+        return found
+
     def made_again(self, item: _Item) -> float:
-        """Return the work of a block for what is kept there, by itself or for its derivative."""
+        """Return the work of a block for what it keeps."""
         chain, b = self.chain, item.first
         kept = chain.needs[b] if item.form == "plain" else self.levels[item.level].keep
         return chain.making(b, kept)
@@ -574,7 +580,7 @@ class Composer:
                 parts.append(Segment(cuts[s], cuts[j + 1], inside=inside))
                 s = j + 1
                 continue
-            item = self.inner_options[s][pick]
+            item, _ = self.singles[s][pick]
             parts += self.segment(item, room)
             room -= _rounded(item.kept if s < t else item.stay, size, s)
             s += 1

@@ -161,6 +161,10 @@ class Equation:
         return self.needs if self.made_bytes and not self.made_in_memory else self.keeps
 
 
+# Changes of bytes, by the equation.
+_Steps = list[tuple[int, int]]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class CostGraph:
     """The forward pass of a loss and what its derivative needs of it.
@@ -301,6 +305,26 @@ class CostGraph:
                 steps[tensor.producer] += tensor.bytes
                 steps[tensor.users[-1] + 1] -= tensor.bytes
         return steps
+
+    @functools.cached_property
+    def kept_steps(self) -> list[tuple[_Steps, list[tuple[int, _Steps]]]]:
+        """For each array, how `written_steps` change when it is kept: its own; and, by what it is
+        made of, those of what is not kept, which is there until this one is written down.
+        """
+        found: list[tuple[_Steps, list[tuple[int, _Steps]]]] = []
+        for tensor in self.tensors:
+            own, made_of, written = [], [], tensor.producer
+            if tensor.in_memory and tensor.users:
+                own.append((tensor.users[-1] + 1, tensor.bytes))  # it would die there
+            elif written >= 0:
+                own.append((written, tensor.bytes))
+                for s in map(self.tensors.__getitem__, tensor.sources):
+                    last = s.users[-1] if s.users else written
+                    if last < written:
+                        until = [(last + 1, s.bytes), (written + 1, -s.bytes)]
+                        made_of.append((s.index, until))
+            found.append((own, made_of))
+        return found
 
     @functools.cached_property
     def made_outside(self) -> np.ndarray:
@@ -806,7 +830,9 @@ _derivatives: dict[Any, _Derivative] = {}
 
 def derivative_of(eqn: Any, mask: tuple[bool, ...]) -> _Derivative:
     """Linearize one equation in the inputs of ``mask`` and follow its residuals to their source."""
-    eqn, times = _small(eqn)
+    if eqn.primitive.name in _LINEAR and all(_is_real(v.aval) for v in eqn.invars):
+        return _of_linear(eqn, mask)
+    eqn, times = _small(eqn, mask)
     key = equation_key(eqn), mask, _jax.trace_context()
     found = _derivatives.get(key)
     if found is None:
@@ -820,13 +846,29 @@ def derivative_of(eqn: Any, mask: tuple[bool, ...]) -> _Derivative:
     )
 
 
+# What is its own derivative; large models have many, with arrays of many shapes.
+_LINEAR = frozenset({"reduce_sum", "broadcast_in_dim", "concatenate"})
+
+
+def _of_linear(eqn: Any, mask: tuple[bool, ...]) -> _Derivative:
+    flops, heavy = _graph.flops(eqn), not is_fusible(eqn)
+    return _Derivative(mask, (), (), 0, (True,), flops, heavy, 0)
+
+
+def _is_real(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+# Those whose derivative by both operands takes the same for one that is broadcast.
+_ARITHMETIC = frozenset({"add", "sub", "mul"})
+
 _ELEMENTWISE = frozenset(
     {"add", "add_any", "sub", "mul", "div", "neg", "max", "min", "exp", "log", "sqrt", "rsqrt"}
     | {"square", "integer_pow", "tanh", "logistic", "sin", "cos", "erf", "abs", "sign"}
 )
 
 
-def _small(eqn: Any) -> tuple[Any, int]:
+def _small(eqn: Any, mask: tuple[bool, ...]) -> tuple[Any, int]:
     """Return an elementwise equation on one element, and how many it had; others as they are.
 
     So that the derivative of one operation is traced once and not for each shape in a model.
@@ -840,6 +882,7 @@ def _small(eqn: Any) -> tuple[Any, int]:
         v.aval.shape == (() if constant else shape)
         for v, constant in zip(eqn.invars, literal, strict=True)
     )
+    alike = alike or (eqn.primitive.name in _ARITHMETIC and all(mask))
     if not alike or 0 in shape:
         return eqn, 1
 
@@ -853,9 +896,7 @@ def _small(eqn: Any) -> tuple[Any, int]:
 
 def _linearized(eqn: Any, mask: tuple[bool, ...]) -> _Derivative:
     diff = [
-        i
-        for i, (v, a) in enumerate(zip(eqn.invars, mask, strict=True))
-        if a and jnp.issubdtype(v.aval.dtype, jnp.floating)
+        i for i, (v, a) in enumerate(zip(eqn.invars, mask, strict=True)) if a and _is_real(v.aval)
     ]
     variables = [i for i, v in enumerate(eqn.invars) if not isinstance(v, jec.Literal)]
     tree: Any = None

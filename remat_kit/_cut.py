@@ -171,7 +171,9 @@ class Cutter:
         if not len(self.wanted):
             return Cut(frozenset(), 0.0, 0.0)
         free = set(free)
-        keeping = np.where([t in free for t in self.tensors], 0.0, self.bytes)
+        keeping = self.bytes
+        if free:
+            keeping = np.where([t in free for t in self.tensors], 0.0, keeping)
         sizes = np.concatenate([keeping, 0 * self.work, self.instead])
         costs = price * sizes
         costs[len(keeping) : len(keeping) + len(self.work)] = self.work
@@ -191,12 +193,10 @@ class Cutter:
         reached = np.zeros(self.size, dtype=bool)
         reached[breadth_first_order(residual, 0, directed=True, return_predecessors=False)] = True
         through = reached[self.rows[: len(costs)]] & ~reached[self.columns[: len(costs)]]
-        kept = frozenset(
-            t
-            for t, is_kept in zip(self.tensors, through, strict=False)
-            if is_kept and self.graph.tensors[t].bytes  # a constant would have to be written down
-        )
-        return Cut(kept, found.flow_value / scale, float(sizes[through].sum()))
+        # A constant, which has no bytes, would have to be written down.
+        kept = np.flatnonzero(through[: len(self.tensors)] & (self.bytes > 0)).tolist()
+        keep = frozenset(map(self.tensors.__getitem__, kept))
+        return Cut(keep, found.flow_value / scale, float(sizes[through].sum()))
 
 
 def bounds(graph: CostGraph) -> Bounds:

@@ -12,6 +12,7 @@ the forward and the backward pass of a schedule of nested `Segment`s through a `
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
@@ -48,6 +49,14 @@ class Segment:
     inside: tuple[Segment, ...] = ()
     offload: frozenset[int] = frozenset()
     loops: tuple[tuple[int, LoopPlan], ...] = ()
+
+    def __hash__(self) -> int:  # what is found of segments is looked up again and again
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        own = self.start, self.stop, self.save, self.plain
+        return hash((*own, self.inside, self.offload, self.loops))
 
     def leaves(self) -> Iterator[Segment]:
         """Yield the innermost segments, in order."""
@@ -133,7 +142,7 @@ class _Demand:
     outside: frozenset[int]
     flops: float = 0.0
     seconds: float = 0.0
-    makes: tuple[int, ...] = ()
+    makes: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +175,7 @@ class Simulation:
         host = self.bytes(saved & on_host)
         self.forward(schedule, held)
         self.seconds += 2 * host / self.host_bandwidth
-        self.backward(schedule, 0, frozenset(), on_host, twice)
+        self.backward(schedule, held, 0, frozenset(), on_host, twice)
         if self.graph.early:
             self.rebuilt_early(schedule)
         return Simulated(
@@ -186,10 +195,14 @@ class Simulation:
 
     def held(self, schedule: Sequence[Segment]) -> list[frozenset[int]]:
         """For each segment, what must be held for its backward pass when that begins."""
-        return [
-            (self.demand(s).outside | s.save) if not s.plain else self.plain_keeps(s)
-            for s in schedule
-        ]
+        return [self.plain_keeps(s) if s.plain else self.region_holds(s) for s in schedule]
+
+    def region_holds(self, segment: Segment) -> frozenset[int]:
+        found = self.graph.memory.get(("holds", segment))
+        if found is None:
+            found = self.demand(segment).outside | segment.save
+            self.graph.memory["holds", segment] = found
+        return found
 
     def plain_keeps(self, segment: Segment) -> frozenset[int]:
         key = segment.start, segment.stop
@@ -271,17 +284,16 @@ class Simulation:
         graph = self.graph
         kept = frozenset().union(*held) if held else frozenset()
         steps = graph.written_steps.copy()
+        changes: list[tuple[int, int]] = []
         for t in kept:
-            tensor = graph.tensors[t]
-            if tensor.in_memory and tensor.users:
-                steps[tensor.users[-1] + 1] += tensor.bytes  # it would die there
-            elif tensor.producer >= 0:
-                steps[tensor.producer] += tensor.bytes
-                for s in tensor.sources:  # what it is made of is there until it is written down
-                    last = (graph.tensors[s].users or (tensor.producer,))[-1]
-                    if last < tensor.producer and s not in kept:
-                        steps[last + 1] += graph.tensors[s].bytes
-                        steps[tensor.producer + 1] -= graph.tensors[s].bytes
+            change, made_of = graph.kept_steps[t]
+            changes += change
+            for s, until in made_of:
+                if s not in kept:
+                    changes += until
+        if changes:
+            at, amounts = np.array(changes).T
+            np.add.at(steps, at, amounts)
         for segment in schedule:
             if segment.plain:
                 steps[segment.start : segment.stop] += graph.made_outside[
@@ -300,13 +312,13 @@ class Simulation:
     def backward(
         self,
         schedule: Sequence[Segment],
+        held: Sequence[frozenset[int]],
         base: float,
         given: frozenset[int],
         on_host: frozenset[int],
         twice: Sequence[int] = (),
     ) -> None:
         """Go back through segments; ``base`` bytes and the tensors ``given`` are held anyway."""
-        held = self.held(schedule)
         own = [self.own_bytes(s) for s in schedule]
         if twice:
             own = [a + b for a, b in zip(own, twice, strict=True)]
@@ -334,7 +346,7 @@ class Simulation:
         rebuilt = frozenset().union(*self.held(outer.inside)) - there
         tail = Simulation(self.graph, self.host_bandwidth)
         base = self.bytes(there | rebuilt) + sum(map(self.own_bytes, before))
-        tail.backward(after, base, there, frozenset())
+        tail.backward(after, self.held(after), base, there, frozenset())
         self.note(tail.peak, outer, "recompute")
 
     def segment(
@@ -348,13 +360,13 @@ class Simulation:
             # The cotangents of what comes out are counted once more by the segments inside.
             self.backward(
                 segment.inside,
+                self.held(segment.inside),
                 level - self.cotangents_across(segment.stop),
                 available,
                 frozenset(),
             )
             return
-        made = {t for t in demand.makes if t in available}
-        key = segment, frozenset(made), mine, self.host_bandwidth
+        key = segment, demand.makes & available, mine, self.host_bandwidth
         walk = self.graph.memory.get(key)
         if walk is None:
             walk = self.graph.memory[key] = self.leaf(segment, demand.again, key[1], mine)
@@ -578,5 +590,5 @@ def closure(
         frozenset(outside),
         sum(equations[i].flops for i in again),
         sum(equations[i].seconds for i in again),
-        tuple(t for i in again for t in equations[i].makes if tensors[t].bytes),
+        frozenset(t for i in again for t in equations[i].makes if tensors[t].bytes),
     )

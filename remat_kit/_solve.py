@@ -85,7 +85,8 @@ def proposed(
         graph: of the loss, or of the body of a scan.
         worth: what work is.
         tick: told what is worked on; may raise `KeyboardInterrupt`.
-        levels: how many prices of a byte are tried, twice as many in a graph that is not long.
+        levels: how many prices of a byte are tried, two or three times as many in a graph that is
+            not long.
         slots: into how many steps memory is divided.
         host_bandwidth: bytes a second to the host, one way; 0 where nothing is to be moved there.
     """
@@ -197,7 +198,7 @@ def _proposals(
     cutter = Cutter(graph, worth)
     tick("what to keep")
     few, small = (len(graph.equations) < most for most in (_MIDDLE, _LONG))
-    prices = price_range(graph, levels * (2 if small else 1))
+    prices = price_range(graph, levels * (3 if few else 2 if small else 1))
     everywhere = list(dict.fromkeys([frozenset(), *(cutter.cut(p).keep for p in prices)]))
     # What is the cheapest to keep by another measure fits budgets between those of this one's.
     besides = Worth.of_graph(graph, 0.0 if worth.flop_share >= 0.25 else 0.5)
@@ -256,6 +257,7 @@ def _even(
     small = n < _LONG
     sets += [_absorbed(graph, cuts) for cuts in sets if small]
     sets += [coarser(graph, fine, keeps, most) for most in (4, 8, 16, 32)[:: 1 if small else 2]]
+    keeps = keeps[:: 1 if n < _MIDDLE else 4]  # the first keeps nothing
     for cuts in dict.fromkeys(tuple(cuts) for cuts in sets if len(cuts) < 200):
         for keep in dict.fromkeys([*keeps, _products(graph)]):
             parts = [

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import remat_kit
 from remat_kit import UserError, _cost, _residuals, _simulate
+from remat_kit._schedule import flat_program
 from remat_kit._simulate import LoopPlan, Segment, simulate
 from remat_kit._target import target
 
@@ -47,6 +49,24 @@ def test_each_operation_says_what_its_derivative_reads():
     assert total.needs == ()
     assert graph.residuals == exp.makes
     assert graph.saved_bytes == 2 * 4 * 8 * 4
+
+
+def _with_axis(x, y):
+    return x * y[None], x + y[None], x - y[None], jnp.sum(x, 0), jnp.concatenate([x, y[None]])
+
+
+def _arithmetic(x, y):
+    y = lax.broadcast_in_dim(y, (1, 8), (1,))
+    return [p.bind(x, y) for p in (lax.add_p, lax.sub_p, lax.mul_p)]
+
+
+@pytest.mark.parametrize("fn", [_with_axis, _arithmetic])
+def test_what_is_known_of_a_derivative_is_what_linearizing_finds(fn):
+    program = flat_program(jax.make_jaxpr(fn)(struct(4, 8), struct(8)))
+    for eqn in program.eqns:
+        for mask in itertools.product((True, False), repeat=len(eqn.invars)):
+            if any(mask):
+                assert _cost.derivative_of(eqn, mask) == _cost._linearized(eqn, mask), eqn
 
 
 def test_saved_bytes_are_those_of_the_residuals():
