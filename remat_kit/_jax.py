@@ -874,7 +874,7 @@ def compile_failure_types() -> tuple[type[BaseException], ...]:
 # cotangents. Seen on 0.10.2, 0.12.
 
 
-def _barrier(*, on_cpus: bool, elsewhere: bool) -> Any:
+def _barrier(*, on_cpus: bool, elsewhere: bool, backward_only: bool = False) -> Any:
     primitive = core.Primitive("optimization_barrier")
     primitive.multiple_results = True
 
@@ -882,7 +882,9 @@ def _barrier(*, on_cpus: bool, elsewhere: bool) -> Any:
         return primitive.bind(*values) if values else []
 
     def jvp(primals: Any, tangents: Any) -> Any:
-        return barrier(primals), barrier([ad.instantiate_zeros(t) for t in tangents])
+        # The same tracers, so that a scan keeps one stack of a value before and behind the barrier.
+        through = list(primals) if backward_only else barrier(primals)
+        return through, barrier([ad.instantiate_zeros(t) for t in tangents])
 
     def transpose(cts: Any, *primals: Any) -> Any:
         del primals
@@ -902,6 +904,10 @@ def _barrier(*, on_cpus: bool, elsewhere: bool) -> Any:
 
 # For the derivative. XLA's CPU compiler does well without, and takes a little more memory with it.
 together = _barrier(on_cpus=False, elsewhere=True)
+together_backward = _barrier(on_cpus=False, elsewhere=True, backward_only=True)
 
 # Against XLA's CPU compiler, which makes the same array in several fusions.
 together_on_cpus = _barrier(on_cpus=True, elsewhere=False)
+
+# Between cotangents alone, as all that are `backward_only`.
+apart_backward = _barrier(on_cpus=True, elsewhere=True, backward_only=True)

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -306,6 +306,7 @@ def run(
     start: int = 0,
     around: Mapping[Place, int] | None = None,
     depth: int = 0,
+    stacked: bool = False,
 ) -> list[Any]:
     """Evaluate a flat program with the regions of a schedule.
 
@@ -317,6 +318,9 @@ def run(
         start: the place of the program's first equation in the plan's count.
         around: what the regions around the program keep, and how deep the first that does is.
         depth: how many those are.
+        stacked: whether the program is the body of a scan, which keeps a stack of each value that
+            a derivative reads. A value behind a barrier is another one, so that there are none in
+            the forward pass.
     """
     env = dict(zip(program.invars, (*program.consts, *args), strict=True))
     made = {v for e in program.eqns for v in e.outvars}
@@ -337,10 +341,10 @@ def run(
         reads = dict.fromkeys(v for e in eqns for v in e.invars if _is_var(v) and v in env)
         tied = {v: env[v] for v in reads if first.get(v, stretch) is not stretch}
         if stretch.plain:
-            env.update(_written_down({v: env[v] for v in reads if v in shared}))
+            env.update(_written_down({v: env[v] for v in reads if v in shared}, stacked))
             env.update(_made_once({v: env[v] for v in reads if v in handed}))
             if tied:
-                env.update(_waiting({v: env[v] for v in reads if v in tied or v in made}))
+                env.update(_waiting({v: env[v] for v in reads if v in tied or v in made}, stacked))
             loops = dict(stretch.loops)
             for place, eqn in enumerate(eqns, stretch.start):
                 eqn = _jax.convolution_with_late_copies(eqn)
@@ -355,19 +359,38 @@ def run(
             env.update(tied)
             continue
         wanted = {v for e in eqns for v in e.outvars if last.get(v, -1) >= hi}
+        same = _handed_through(eqns) if stacked else {}
+        wanted -= {*same}
         part = _graph.part(eqns, wanted, program.base)
-        env.update(_written_down({v: env[v] for v in part.invars if v in made or v in shared}))
+        env.update(
+            _written_down({v: env[v] for v in part.invars if v in made or v in shared}, stacked)
+        )
         if tied:
-            env.update(_waiting({v: env[v] for v in part.invars if v in tied or v in made}))
+            env.update(
+                _waiting({v: env[v] for v in part.invars if v in tied or v in made}, stacked)
+            )
         values = [env[v] for v in part.invars]
         given = {program.invars[p]: p for e, p in stretch.offload if e == _GIVEN}
         outs = _region(part, stretch, values, prevent_cse, given, around or {}, depth)
         env.update(zip(part.outvars, outs, strict=True))
+        env.update((v, env[source]) for v, source in same.items())
         if depth:
             env.update(_labelled(part, stretch, env, around or {}, depth))
             handed.update(part.outvars)
         env.update(tied)
     return [read(v) for v in program.outvars]
+
+
+def _handed_through(eqns: Sequence[Any]) -> dict[Any, Any]:
+    """Map what is an input of a region by another name to that input."""
+    inside = {v for e in eqns for v in e.outvars}
+    found: dict[Any, Any] = {}
+    for eqn in eqns:
+        if _graph.is_identity(eqn) and _is_var(eqn.invars[0]):
+            source = found.get(eqn.invars[0], eqn.invars[0])
+            if source not in inside:
+                found[eqn.outvars[0]] = source
+    return found
 
 
 def _labelled(
@@ -421,7 +444,7 @@ def _first_readers(program: Program, schedule: Sequence[Stretch], start: int) ->
     return found
 
 
-def _written_down(values: dict[Any, Any]) -> dict[Any, Any]:
+def _written_down(values: dict[Any, Any], stacked: bool) -> dict[Any, Any]:
     """Keep the compiler from fusing what comes into a region into what follows it as well.
 
     A residual stream is a sum of many arrays. XLA's CPU compiler fuses the sum so far into each
@@ -430,10 +453,7 @@ def _written_down(values: dict[Any, Any]) -> dict[Any, Any]:
     cotangents of what a region is given, where parts of the region read it one after the other:
     the dense block in `tests/test_plan.py` then takes 117 MiB instead of 88.
     """
-    floats = _floats(values)
-    if not floats:
-        return {}
-    return dict(zip(floats, jax.lax.optimization_barrier([*floats.values()]), strict=True))
+    return _behind(_jax.apart_backward if stacked else jax.lax.optimization_barrier, values)
 
 
 def _made_once(values: dict[Any, Any]) -> dict[Any, Any]:
@@ -441,23 +461,24 @@ def _made_once(values: dict[Any, Any]) -> dict[Any, Any]:
     what follows it, and from keeping all that it is made of for that: the least plan of ResNet-50
     took 196 MiB more (jax 0.12). GPUs do well without.
     """
-    floats = _floats(values)
-    return dict(zip(floats, _jax.together_on_cpus([*floats.values()]), strict=True))
+    return _behind(_jax.together_on_cpus, values)
 
 
-def _waiting(values: dict[Any, Any]) -> dict[Any, Any]:
+def _waiting(values: dict[Any, Any], stacked: bool) -> dict[Any, Any]:
     """Let the backward pass go on from a stretch when the gradients that it adds to are there.
 
     Where an earlier stretch reads an argument too, a tied embedding, its gradient is a sum. XLA's
     TPU compiler fuses that into the product that makes this term, which then waits for the other
     one with all that it reads: the logits, through all layers (GPT-12 on a v5e, jax 0.12).
     """
-    floats = _floats(values)
-    return dict(zip(floats, _jax.together([*floats.values()]), strict=True))
+    return _behind(_jax.together_backward if stacked else _jax.together, values)
 
 
-def _floats(values: dict[Any, Any]) -> dict[Any, Any]:
-    return {v: x for v, x in values.items() if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)}
+def _behind(
+    barrier: Callable[[list[Any]], Sequence[Any]], values: dict[Any, Any]
+) -> dict[Any, Any]:
+    floats = {v: x for v, x in values.items() if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)}
+    return dict(zip(floats, barrier([*floats.values()]), strict=True)) if floats else {}
 
 
 def _last_use(program: Program) -> dict[Any, int]:
@@ -580,7 +601,7 @@ def _iterations(
 ) -> tuple[Any, Any]:
     def loop(consts: Any, carry: Any, xs: Any, length: int) -> tuple[Any, Any]:
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
-            outs = run(body, part.body, [*consts, *carry, *x], prevent_cse=False)
+            outs = run(body, part.body, [*consts, *carry, *x], prevent_cse=False, stacked=True)
             return tuple(outs[: len(carry)]), tuple(outs[len(carry) :])
 
         return jax.lax.scan(step, carry, xs, length=length)
