@@ -946,7 +946,6 @@ def test_most_plans_are_predicted():
             ]
     assert len(ratios) > 100
     assert max(abs(ratio - 1) for ratio in ratios) < 0.13
-    # 80 % until the least plans of ResNet-50 were planned with regions around regions.
     assert np.mean([abs(ratio - 1) <= 0.04 for ratio in ratios]) > 0.79
     assert np.mean([abs(ratio - 1) <= 0.05 for ratio in corrected]) > 0.97
 
