@@ -1043,8 +1043,9 @@ def rendered(report: dict[str, Any]) -> str:
     about = (
         "Peak and kept bytes of intermediate arrays, simulated, not compiled; extra work in "
         "percent of the forward pass, in operations and in time by the roofline of "
-        f"{report['chip']}, and their mean (work), as plans weight it. A plan's work is the "
-        f"least of our plans with no higher peak (to {NO_HIGHER - 1:.1%})."
+        f"{report['chip']}, and as plans weight them: three parts operations, one part time "
+        "(work). A plan's work is the least of our "
+        f"plans with no higher peak (to {NO_HIGHER - 1:.1%})."
     )
     return "\n".join([*lines[:-1], *_common.ending(report, about)])
 
