@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import remat_kit
-from remat_kit._cache import default_cache, key_of
+from remat_kit._chip.cache import default_cache, key_of
 
 P = PartitionSpec
 

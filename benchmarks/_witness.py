@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from remat_kit._target import Compiled, compile_program
+from remat_kit._chip.compile import Compiled, compile_program
 
 Interval = tuple[int, int]
 

@@ -33,11 +33,20 @@ import _common
 import numpy as np
 from _common import MIB, Case
 
-from remat_kit import _cost, _cut, _frontier, _fusion, _graph, _simulate, _solve
-from remat_kit._cost import CostGraph, Equation
-from remat_kit._policy import Decision, as_policy, path_matches
-from remat_kit._simulate import LoopPlan, Segment, Simulated, simulate
-from remat_kit._target import target
+from remat_kit._chip.target import target
+from remat_kit._planner import build as _build
+from remat_kit._planner import frontier as _frontier
+from remat_kit._planner import graph as _graph
+from remat_kit._planner import mincut as _mincut
+from remat_kit._planner import proposals as _proposals
+from remat_kit._planner import simulate as _simulate
+from remat_kit._planner.graph import CostGraph, Equation
+from remat_kit._planner.simulate import LoopPlan, Segment, Simulated, simulate
+from remat_kit._policy.algebra import Decision
+from remat_kit._policy.patterns import path_matches
+from remat_kit._policy.reading import as_policy
+from remat_kit._program import ops as _ops
+from remat_kit._program import value as _value
 
 Schedule = tuple[Segment, ...]
 Range = tuple[int, int]
@@ -78,13 +87,14 @@ def points(graph: CostGraph, at: str | None = None) -> list[Point]:
     """Return the schedules of every baseline, and of nothing at all (``none``), simulated.
 
     >>> import jax, jax.numpy as jnp
+    >>> from remat_kit._planner.build import trace
     >>> w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((9, 16, 16), (64, 16)))
     >>> def loss(ws, x):
     ...     for i in range(9):
     ...         with jax.named_scope(f"block_{i}"):
     ...             x = jnp.tanh(x @ ws[i])
     ...     return jnp.sum(x)
-    >>> graph = _cost.trace(loss, (w, x), target("cpu"))
+    >>> graph = trace(loss, (w, x), target("cpu"))
     >>> found = {point.name: point.simulated for point in points(graph, "block_*")}
     >>> found["chen"].peak_bytes < found["none"].peak_bytes
     True
@@ -756,13 +766,13 @@ def _chosen(graph: CostGraph, first: int, stop: int, policy: Any) -> frozenset[i
     chosen = as_policy(policy)
     assert chosen is not None
     program = graph.program
-    names = _graph.aliases(program.eqns)
+    names = _value.aliases(program.eqns)
     kept = set()
     for e in graph.equations[first:stop]:
         eqn = program.eqns[e.index]
         for position, t in enumerate(e.makes):
             named = names.get(eqn.outvars[position], ())
-            value = _graph.value_of(eqn, position, program.path(eqn), named, full=False)
+            value = _value.value_of(eqn, position, program.path(eqn), named, full=False)
             if chosen.decide(value) is Decision.SAVE:
                 kept.add(t)
     return useful(graph, first, stop, kept)
@@ -822,7 +832,7 @@ def closure_of(graph: CostGraph) -> tuple[int, ...]:
 
 
 def _is_expensive(graph: CostGraph, e: Equation) -> bool:
-    return any(graph.tensors[t].bytes for t in e.makes) and not _fusion.is_fusible(
+    return any(graph.tensors[t].bytes for t in e.makes) and not _ops.is_fusible(
         graph.program.eqns[e.index]
     )
 
@@ -944,7 +954,7 @@ def _ogc_group(e: Equation) -> int:
     )
 
 
-def _loop(e: Equation) -> _cost.Loop:
+def _loop(e: Equation) -> _graph.Loop:
     assert e.loop is not None
     return e.loop
 
@@ -989,7 +999,7 @@ def rows(cases: Sequence[Case], chip: str) -> Iterator[dict[str, Any]]:
         for case in cases:
             bar.update(job, description=case.name)
             fn, args = case.loss("none")
-            graph = _cost.trace(fn, args, target(chip))
+            graph = _build.trace(fn, args, target(chip))
             found = points(graph, _common.load(case.module).BLOCKS)
             yield {
                 "model": case.name,
@@ -1011,8 +1021,8 @@ def beside_plans(graph: CostGraph, found: Sequence[Point], chip: str) -> list[di
     Work is the mean of time and operations, in parts of the forward pass, weighted as plans do by
     default; None where no plan has so low a peak.
     """
-    worth = _cut.Worth.of_graph(graph, _frontier.OBJECTIVES["balanced"])
-    plans = _solve.candidates(graph, worth=worth)
+    worth = _mincut.Worth.of_graph(graph, _frontier.OBJECTIVES["balanced"])
+    plans = _proposals.candidates(graph, worth=worth)
     rows = []
     for point in found:
         peak = NO_HIGHER * point.simulated.peak_bytes

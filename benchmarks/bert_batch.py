@@ -28,9 +28,11 @@ from _common import Case
 from gpt3_memory import training_step
 
 import remat_kit
-from remat_kit import _anatomy, _hlo
-from remat_kit._roofline import estimate
-from remat_kit._target import Compiled, Target, compile_program
+from remat_kit._chip.compile import Compiled, compile_program
+from remat_kit._chip.target import Target
+from remat_kit._compiled import hlo as _hlo
+from remat_kit._compiled import peak as _peak
+from remat_kit._compiled.roofline import estimate
 
 GIB = 2**30
 # Paddle's rows: sentences in a batch, sentences a second.
@@ -151,7 +153,7 @@ def fastest_plan(way: Way, batch: int, most: int = 4) -> tuple[Compiled, float] 
     tried: set[int] = set()
     scale = 1.0
     for _ in range(most):
-        allowed = [i for i, p in enumerate(found.points) if _peak(p, held, scale) <= room]
+        allowed = [i for i, p in enumerate(found.points) if _peak_bytes(p, held, scale) <= room]
         choice = min(allowed, key=lambda i: found.points[i].extra_seconds, default=0)
         if choice in tried:
             break
@@ -169,7 +171,7 @@ def fastest_plan(way: Way, batch: int, most: int = 4) -> tuple[Compiled, float] 
     return best
 
 
-def _peak(point: remat_kit.Point, held: int, scale: float) -> float:
+def _peak_bytes(point: remat_kit.Point, held: int, scale: float) -> float:
     return held + scale * point.predicted_peak_bytes
 
 
@@ -177,7 +179,7 @@ def seconds(program: Compiled, chip: Target) -> float:
     """Return the roofline time of a step."""
     assert program.hlo_text is not None
     parsed = _hlo.parse(program.hlo_text)
-    return estimate(parsed, chip, _anatomy.origins(parsed), chip_name=chip.name).seconds
+    return estimate(parsed, chip, _peak.origins(parsed), chip_name=chip.name).seconds
 
 
 # -- the largest batch ---------------------------------------------------------------------------

@@ -32,8 +32,10 @@ from _common import MIB, POLICIES, Case
 from _slice import Slice
 
 import remat_kit
-from remat_kit import _figures, _hlo
-from remat_kit._anatomy import (
+from remat_kit._chip.compile import compile_program
+from remat_kit._chip.target import target as target_of
+from remat_kit._compiled import hlo as _hlo
+from remat_kit._compiled.peak import (
     BACKWARD,
     FORWARD,
     RECOMPUTE,
@@ -43,8 +45,7 @@ from remat_kit._anatomy import (
     running_module,
     running_phases,
 )
-from remat_kit._target import compile_program
-from remat_kit._target import target as target_of
+from remat_kit._show import figures as _figures
 
 LOSS = "loss"
 PHASES = (FORWARD, LOSS, RECOMPUTE, BACKWARD, UPDATE)

@@ -29,8 +29,11 @@ import jax
 from _common import MIB, ROOT
 
 import remat_kit
-from remat_kit import _bench, _target
-from remat_kit._bench import COMPILES, NOT_MEASURED, TABLE
+from remat_kit._chip import compile as _compile
+from remat_kit._cli import bench as _bench
+from remat_kit._cli import published as _published
+from remat_kit._cli.bench import NOT_MEASURED
+from remat_kit._cli.published import COMPILES, TABLE
 
 Row = dict[str, Any]
 
@@ -45,11 +48,8 @@ SMOKE: dict[str, dict[str, Any]] = {
     "resnet18": {"batch": 2, "image": 32, "width": 4, "classes": 10},
 }
 QUESTIONS = {"memory": "at their memory", "work": "at their work", "least": "least memory"}
-# A change in one of these can change a plan.
-_PLANNER = (
-    *("_bench", "_chain", "_compose", "_cost", "_cut", "_frontier", "_plan", "_remat", "_roofline"),
-    *("_schedule", "_search", "_simulate", "_solve"),
-)
+# A change in one of these subpackages can change a plan.
+_PLANNER = ("_apply", "_backend", "_compiled", "_planner", "_program")
 
 
 # -- taking rows ----------------------------------------------------------------------------------
@@ -60,7 +60,8 @@ def planner() -> str:
     """Return a short digest of the modules that a plan comes from, as they were imported."""
     digest = hashlib.sha256()
     for name in _PLANNER:
-        digest.update((ROOT / "remat_kit" / f"{name}.py").read_bytes())
+        for path in sorted((ROOT / "remat_kit" / name).rglob("*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -75,11 +76,11 @@ def taken(arch: str, chip: str, sizes: Mapping[str, Any], compiles: int, say: An
 def _wanted(arch: str, chip: str, sizes: Mapping[str, Any], compiles: int) -> Row:
     """What a row must have in common with the one that would be taken now."""
     versions = {"python": platform.python_version()}
-    versions |= _target._versions(remat_kit.target(chip).platform)
+    versions |= _compile._versions(remat_kit.target(chip).platform)
     return {
         "arch": arch,
         "target": remat_kit.target(chip).name,
-        "sizes": dict(_bench.published(arch).sizes) | dict(sizes),
+        "sizes": dict(_published.published(arch).sizes) | dict(sizes),
         "compiles": compiles,
         "planner": planner(),
         "versions": versions,

@@ -26,10 +26,10 @@ from _common import MIB, POLICIES, TARGETS, Case
 from _witness import witnessed
 
 import remat_kit
-from remat_kit._dataflow import trace_gradient
-from remat_kit._reading import Traced, read
-from remat_kit._residuals import kept_of
-from remat_kit._target import compile_program
+from remat_kit._chip.compile import compile_program
+from remat_kit._inspect.reading import TracedReading, read
+from remat_kit._inspect.residuals import kept_of
+from remat_kit._program.gradient import trace_gradient
 
 CASES = (
     Case("MLP", "mlp", {}),
@@ -59,7 +59,7 @@ Row = dict[str, Any]
 
 def rows(cases: Sequence[Case], targets: Sequence[str]) -> Iterator[Row]:
     """Read back every model under every policy, the first target of all of them first."""
-    traces: dict[tuple[str, str], tuple[Any, Any, Traced]] = {}
+    traces: dict[tuple[str, str], tuple[Any, Any, TracedReading]] = {}
     with _common.progress() as bar:
         job = bar.add_task("", total=len(cases) * len(POLICIES) * len(targets))
         for target in targets:
@@ -75,12 +75,12 @@ def rows(cases: Sequence[Case], targets: Sequence[str]) -> Iterator[Row]:
                     yield row
 
 
-def _traced(fn: Any, args: Any) -> tuple[Any, Any, Traced]:
+def _traced(fn: Any, args: Any) -> tuple[Any, Any, TracedReading]:
     gradient = trace_gradient(fn, args, 0, call="inspect")
-    return fn, args, Traced.of(gradient, [r for _, r in kept_of(gradient)], fn, args, 0)
+    return fn, args, TracedReading.of(gradient, [r for _, r in kept_of(gradient)], fn, args, 0)
 
 
-def _row(target: str, fn: Any, args: Any, traced: Traced) -> Row:
+def _row(target: str, fn: Any, args: Any, traced: TracedReading) -> Row:
     compiled = compile_program(fn, args, target)
     begun = time.perf_counter()
     reading = read(compiled, traced)

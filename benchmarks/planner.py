@@ -20,7 +20,7 @@ import _common
 from _common import MIB, Case
 
 import remat_kit
-from remat_kit import _plan
+from remat_kit._planner import plan as _plan
 
 CASES = {
     "mlp32": Case("residual MLP, 32 blocks", "residual_mlp", {}),

@@ -22,8 +22,8 @@ import jax
 from _common import POLICIES, ROOT, TARGETS, Case
 
 import remat_kit
-from remat_kit._policy import format_bytes
-from remat_kit._target import measure
+from remat_kit._chip.compile import measure
+from remat_kit._units import format_bytes
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"

@@ -1,75 +1,10 @@
 """Say, see and plan what a JAX training step keeps in memory.
 
-The API table: every public name of remat_kit, and the module it lives in.
+The public names are in `__init__.pyi`, each with the module in which it lives. A name is imported
+when it is first used, so `remat-kit --version` and the pytest plugin do not import JAX.
 """
 
-from remat_kit._compare import Change as Change
-from remat_kit._compare import compare as compare
-from remat_kit._diff import Diff as Diff
-from remat_kit._diff import diff as diff
-from remat_kit._duplicates import Recomputed as Recomputed
-from remat_kit._errors import BuildError as BuildError
-from remat_kit._errors import CompileError as CompileError
-from remat_kit._errors import InternalError as InternalError
-from remat_kit._errors import MissingPluginError as MissingPluginError
-from remat_kit._errors import NotDifferentiableError as NotDifferentiableError
-from remat_kit._errors import PolicyError as PolicyError
-from remat_kit._errors import RematKitError as RematKitError
-from remat_kit._errors import TargetError as TargetError
-from remat_kit._errors import UnknownNameError as UnknownNameError
-from remat_kit._errors import UserError as UserError
-from remat_kit._fit import Cell as Cell
-from remat_kit._fit import Fit as Fit
-from remat_kit._fit import MaxBatch as MaxBatch
-from remat_kit._fit import fit as fit
-from remat_kit._fit import max_batch as max_batch
-from remat_kit._frontier import Frontier as Frontier
-from remat_kit._frontier import Point as Point
-from remat_kit._frontier import estimate as estimate
-from remat_kit._frontier import frontier as frontier
-from remat_kit._lint import Lint as Lint
-from remat_kit._plan import ModulePlan as ModulePlan
-from remat_kit._plan import Plan as Plan
-from remat_kit._plan import plan as plan
-from remat_kit._policy import Decision as Decision
-from remat_kit._policy import Policy as Policy
-from remat_kit._policy import Selector as Selector
-from remat_kit._policy import Value as Value
-from remat_kit._policy import block as block
-from remat_kit._policy import callable_policy as callable_policy
-from remat_kit._policy import cheap as cheap
-from remat_kit._policy import collective as collective
-from remat_kit._policy import dots as dots
-from remat_kit._policy import dots_no_batch as dots_no_batch
-from remat_kit._policy import dtype as dtype
-from remat_kit._policy import everything as everything
-from remat_kit._policy import first as first
-from remat_kit._policy import larger_than as larger_than
-from remat_kit._policy import module as module
-from remat_kit._policy import named as named
-from remat_kit._policy import named_regex as named_regex
-from remat_kit._policy import nested as nested
-from remat_kit._policy import nothing as nothing
-from remat_kit._policy import offload as offload
-from remat_kit._policy import planned as planned
-from remat_kit._policy import primitive as primitive
-from remat_kit._policy import recompute as recompute
-from remat_kit._policy import save as save
-from remat_kit._policy import segments as segments
-from remat_kit._policy import smaller_than as smaller_than
-from remat_kit._policy import source as source
-from remat_kit._policy import uniform as uniform
-from remat_kit._policy import where as where
-from remat_kit._recipe import Recipe as Recipe
-from remat_kit._recipe import recipes as recipes
-from remat_kit._remat import name as name
-from remat_kit._remat import policy as policy
-from remat_kit._report import Comparison as Comparison
-from remat_kit._report import Report as Report
-from remat_kit._report import inspect as inspect
-from remat_kit._residuals import Residual as Residual
-from remat_kit._target import Memory as Memory
-from remat_kit._target import Target as Target
-from remat_kit._target import measure as measure
-from remat_kit._target import target as target
-from remat_kit._target import targets as targets
+import remat_kit._interrupt as _interrupt  # noqa: F401, I001 (first: Ctrl-C during the imports)
+import lazy_loader as _lazy_loader
+
+__getattr__, __dir__, __all__ = _lazy_loader.attach_stub(__name__, __file__)

@@ -2,7 +2,7 @@
 
 import sys
 
-from remat_kit._cli import main
+from remat_kit._cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,21 +1,23 @@
-"""What can go wrong, as a tree.
+"""The errors that remat_kit raises.
 
 ::
 
     RematKitError
     ├── UserError                the call cannot work as written; the message says what to do
-    │   ├── PolicyError          a policy, recipe, selector or preset that is not well formed
-    │   ├── UnknownNameError     a name, module, primitive, preset or target that does not exist
-    │   ├── NotDifferentiableError   the function has no gradient to take
-    │   └── BuildError           a model file or builder that cannot be loaded or run
-    ├── TargetError              a chip cannot be compiled for here
-    │   ├── MissingPluginError   the extra that brings its compiler is not installed
-    │   └── CompileError         the compiler refused the program or died
+    │   ├── PolicyError          a policy, recipe, selector or preset is not well formed
+    │   ├── UnknownNameError     a name, module, primitive, preset or target does not exist
+    │   ├── NotDifferentiableError   the function has no gradient for these arguments
+    │   └── BuildError           a model file or builder cannot be loaded or run
+    ├── TargetError              this machine cannot compile for a chip
+    │   ├── MissingPluginError   the package with the compiler is not installed
+    │   └── CompileError         the compiler refused the program, or its process ended
     ├── CheckError               a check of `remat_kit.testing` failed
     └── InternalError            a fault of remat_kit itself; please report it
 
-Every message names the call in backticks, says what came and why it cannot work, and ends in
-a line that starts with ``hint:`` and says what to do.
+    RematKitWarning              a policy that has no effect, and why; a `UserWarning`
+
+Every message names the call in backticks, says what was given and why it cannot work, and ends
+with a line that starts with ``hint:`` and says what to do.
 """
 
 from __future__ import annotations
@@ -25,7 +27,19 @@ from collections.abc import Iterable
 
 
 class RematKitError(Exception):
-    """The base of every error that remat_kit raises."""
+    """The base class of every error that remat_kit raises.
+
+    >>> error = RematKitError("`f()`: this cannot work", hint="call it otherwise")
+    >>> print(error)
+    `f()`: this cannot work
+    hint: call it otherwise
+
+    Args:
+        message: names the call in backticks and says why it cannot work.
+        hint: what to do.
+
+    remat_kit raises subclasses of this class, never the class itself.
+    """
 
     def __init__(self, message: str, *, hint: str | None = None):
         self.message = message
@@ -34,35 +48,114 @@ class RematKitError(Exception):
 
 
 class UserError(RematKitError, ValueError):
-    """The call cannot work as written."""
+    """The call cannot work as it is written. Also a `ValueError`.
+
+    Raised by every public function for arguments that do not fit.
+
+    >>> import remat_kit
+    >>> remat_kit.target("h100@0")
+    Traceback (most recent call last):
+    remat_kit._errors.UserError: `target('h100@0')`: a chip needs memory
+    hint: write it as 'h100@40GiB'
+    """
 
 
 class PolicyError(UserError):
-    """A policy, recipe, selector or preset is not well formed."""
+    """A policy, recipe, selector or preset is not well formed.
+
+    Raised by the selectors, the policy functions and `remat_kit.policy`.
+
+    >>> import remat_kit
+    >>> remat_kit.named()
+    Traceback (most recent call last):
+    remat_kit._errors.PolicyError: `named()`: no pattern was given
+    hint: give one or more non-empty strings, such as `named("attn_*")`
+    """
 
 
 class UnknownNameError(UserError):
-    """A name, module, primitive, preset or target does not exist."""
+    """A name, module, primitive, preset or target does not exist.
+
+    Raised by `remat_kit.target`, `remat_kit.policy` and the functions that use them.
+
+    >>> import remat_kit
+    >>> remat_kit.target("h10")
+    Traceback (most recent call last):
+    remat_kit._errors.UnknownNameError: `target('h10')`: no target is named 'h10'
+    hint: did you mean 'h100' or 'v100' or 'p100'?
+    """
 
 
 class NotDifferentiableError(UserError):
-    """The function has no gradient with respect to what was asked."""
+    """The function has no gradient with respect to the arguments that were asked for.
+
+    Raised where `jax.grad` raises a TypeError, for example by `remat_kit.inspect` and `measure`.
+
+    >>> import jax, remat_kit
+    >>> w = jax.ShapeDtypeStruct((2,), "int32")
+    >>> try:
+    ...     remat_kit.inspect(lambda w: w.sum(), w)
+    ... except remat_kit.NotDifferentiableError:
+    ...     print("integers have no gradient")
+    integers have no gradient
+    """
 
 
 class BuildError(UserError):
-    """A model file or builder cannot be loaded or run."""
+    """A model file or builder cannot be loaded or run.
+
+    Raised by the command line and by `remat_kit.max_batch` and `fit`.
+
+    >>> from remat_kit._program.builder import loaded
+    >>> try:
+    ...     with loaded("no_such_model.py:build"):
+    ...         pass
+    ... except BuildError:
+    ...     print("there is no such file")
+    there is no such file
+    """
 
 
 class TargetError(RematKitError, RuntimeError):
-    """A chip cannot be compiled for here."""
+    """This machine cannot compile for a chip. Also a `RuntimeError`.
+
+    Raised by `remat_kit.target`, `measure`, `inspect`, `plan`, `max_batch` and `fit`.
+
+    >>> import remat_kit
+    >>> try:
+    ...     remat_kit.target("mi300x")
+    ... except remat_kit.TargetError:
+    ...     print("XLA cannot compile for an AMD chip that is not in the machine")
+    XLA cannot compile for an AMD chip that is not in the machine
+    """
 
 
 class MissingPluginError(TargetError):
-    """The package that brings the chip's compiler is not installed."""
+    """The package with the compiler of the chip is not installed.
+
+    Raised by every function that compiles; `Target.available` says it before.
+
+    >>> print(MissingPluginError("no compiler", hint="pip install 'remat-kit[tpu]'"))
+    no compiler
+    hint: pip install 'remat-kit[tpu]'
+    """
 
 
 class CompileError(TargetError):
-    """The compiler refused the program, or its process died."""
+    """The compiler refused the program, or its process ended without an answer.
+
+    Raised by every function that compiles. A program that only needs too much memory raises no
+    error; see `Memory.fits`.
+
+    >>> import jax, remat_kit
+    >>> w = jax.ShapeDtypeStruct((2,), "float32")
+    >>> options = {"no_such_option": "1"}
+    >>> try:
+    ...     remat_kit.measure(lambda w: w.sum(), w, compiler_options=options, cache=False)
+    ... except remat_kit.CompileError:
+    ...     print("XLA does not know this option")
+    XLA does not know this option
+    """
 
 
 class CheckError(RematKitError, AssertionError):
@@ -70,7 +163,27 @@ class CheckError(RematKitError, AssertionError):
 
 
 class InternalError(RematKitError, AssertionError):
-    """A fault of remat_kit itself."""
+    """A fault of remat_kit itself; please report it.
+
+    Raised if a result contradicts what remat_kit must guarantee.
+
+    >>> issubclass(InternalError, AssertionError)
+    True
+    """
+
+
+class RematKitWarning(UserWarning):
+    """A policy or a part of one has no effect, although the call is well formed.
+
+    Emitted with `warnings.warn` by `remat_kit.policy`, `inspect`, `measure`, `fit` and `max_batch`;
+    raised only if warnings are errors.
+
+    >>> issubclass(RematKitWarning, UserWarning)
+    True
+    """
+
+
+_SHOWN = 200  # characters of a word that a message shows
 
 
 def near_matches(word: str, known: Iterable[str], n: int = 3) -> list[str]:
@@ -79,6 +192,7 @@ def near_matches(word: str, known: Iterable[str], n: int = 3) -> list[str]:
     >>> near_matches("atn_out", ["attn_out", "mlp_up"])
     ['attn_out']
     """
+    word = word[:_SHOWN]  # a longer word is not a spelling mistake
     known = sorted(set(known))
     by_fold = {k.lower(): k for k in reversed(known)}
     close = difflib.get_close_matches(word.lower(), by_fold, n=n, cutoff=0.5)
@@ -89,6 +203,7 @@ def unknown(kind: str, word: str, known: Iterable[str], *, call: str) -> Unknown
     """Build the error for a ``word`` that names no ``kind``, with near matches as the hint."""
     known = sorted(set(known))
     close = near_matches(word, known)
+    word, call = (t if len(t) <= _SHOWN else t[: _SHOWN - 3] + "..." for t in (word, call))
     if close:
         hint = "did you mean " + " or ".join(f"{c!r}" for c in close) + "?"
     elif known:

@@ -6,15 +6,13 @@ API, or a name from here. Seen on: jax 0.10.2, 0.11.x, 0.12.0.1.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import hashlib
-import itertools
-import math
 import os
-import re
 import sys
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,15 +22,29 @@ import numpy as np
 from jax._src import (
     ad_checkpoint,
     ad_util,
+    api_util,
     config,
     core,
+    custom_derivatives,
+    debugging,
     dispatch,
+    effects,
+    linear_util,
     sharding_impls,
     source_info_util,
+    traceback_util,
+    util,
 )
+
+# What is imported `as` itself is for `_backend.rewrites`, which defines primitives, and for
+# `_chip.lowering`, which compiles. They use it as 0.10.2 and 0.12 have it.
+from jax._src import compiler as compiler
 from jax._src.interpreters import ad, batching, mlir, partial_eval
-from jax._src.lax import windowed_reductions
-from jax.custom_derivatives import SymbolicZero
+from jax._src.lax import lax as lax_internal
+from jax._src.lax import windowed_reductions as windowed_reductions
+from jax._src.lib import xla_client as xla_client
+from jax._src.lib.mlir import ir as ir
+from jax._src.state.types import AbstractRef, RefEffect
 
 JAX_VERSION: tuple[int, ...] = jax.__version_info__
 
@@ -43,6 +55,11 @@ JAX_VERSION: tuple[int, ...] = jax.__version_info__
 
 
 Tracer: Any = core.Tracer
+
+
+# As it was when this package was imported: who puts a decorator of ours in the place of
+# `jax.checkpoint` would otherwise be called by it without end.
+checkpoint = jax.checkpoint
 
 
 def is_jaxpr(x: Any) -> bool:
@@ -78,6 +95,21 @@ def with_scopes(eqn: Any, scopes: Sequence[str], **changes: Any) -> Any:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack), **changes)
 
 
+def without_transformations(eqn: Any) -> Any:
+    """Return the equation with the scopes of its name stack, and no transformations among them."""
+    info = eqn.source_info
+    plain = _scopes_only(info.name_stack)
+    if plain is info.name_stack:
+        return eqn
+    return eqn.replace(source_info=info.replace(name_stack=plain))
+
+
+@functools.lru_cache(maxsize=4096)
+def _scopes_only(stack: Any) -> Any:
+    scopes = tuple(s for s in stack.stack if isinstance(s, source_info_util.Scope))
+    return stack if len(scopes) == len(stack.stack) else source_info_util.NameStack(scopes)
+
+
 def with_caller(eqn: Any, caller: Any) -> Any:
     """Return the equation under the traceback of ``caller``, where its own shows no user's line.
 
@@ -87,362 +119,6 @@ def with_caller(eqn: Any, caller: Any) -> Any:
         return eqn
     traceback = caller.source_info.traceback
     return eqn.replace(source_info=eqn.source_info.replace(traceback=traceback))
-
-
-# XLA's GPU compiler has no select-and-scatter: it scatters into an array of zeros, which depends on
-# nothing and is made at the beginning of the program, as large as what was pooled. Its CPU compiler
-# does that too, and keeps an index of four bytes for each dimension, for each maximum. The two
-# primitives below are JAX's own but for that: on GPUs the zero is made of the cotangent, on CPUs a
-# byte is kept and nothing is scattered. Seen on 0.10.2, 0.12.
-
-
-def lean_pooling(eqn: Any) -> Any:
-    """Return a maximum or minimum over windows as an equation whose derivative takes less memory.
-
-    Other equations are returned as they are. Values and derivatives are the same to the bit.
-    """
-    if eqn.primitive.name not in ("reduce_window_max", "reduce_window_min"):
-        return eqn
-    dilation = (*eqn.params["base_dilation"], *eqn.params["window_dilation"])
-    (x,) = eqn.invars
-    if any(d != 1 for d in dilation) or not jnp.issubdtype(x.aval.dtype, jnp.floating):
-        return eqn
-    return _in_place_of(eqn, _pooled(eqn.primitive, tuple(sorted(eqn.params.items()))))
-
-
-@functools.lru_cache(maxsize=256)
-def _pooled(primitive: Any, given: tuple[tuple[str, Any], ...]) -> Any:
-    params = dict(given)
-    largest = primitive.name == "reduce_window_max"
-    select = jax.lax.ge_p if largest else jax.lax.le_p
-
-    @jax.custom_jvp
-    def pooled(x: Any) -> Any:
-        return primitive.bind(x, **params)
-
-    @pooled.defjvp
-    def derivative(primals: Any, tangents: Any) -> Any:
-        (x,), (dx,) = primals, tangents
-        return pooled(x), _gather_p.bind(dx, x, select_prim=select, **params)
-
-    return pooled
-
-
-def _like(primitive: Any) -> Any:
-    """Return a primitive with the name and the rules of another, but no transpose or lowering.
-
-    Both are linear in their first argument, and no derivative flows to what was pooled.
-    """
-    made = core.Primitive(primitive.name)
-    made.def_impl(functools.partial(dispatch.apply_primitive, made))
-    made.def_effectful_abstract_eval(primitive.abstract_eval)
-
-    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        (_, operand), (tangent, _) = primals, tangents
-        out = made.bind(*primals, **params)
-        if type(tangent) is ad_util.Zero:
-            return out, ad_util.p2tz(out)
-        return out, made.bind(tangent, operand, **params)  # regions in regions come here
-
-    ad.primitive_jvps[made] = jvp
-    batching.fancy_primitive_batchers[made] = batching.fancy_primitive_batchers[primitive]
-    return made
-
-
-def relu_by_output(eqn: Any) -> Any:
-    """Return a `jax.nn.relu` as an equation whose derivative is taken from its output.
-
-    JAX asks whether the input is positive. XLA's CPU compiler then keeps the input beside the
-    output where a region that follows needs that: the stack in `tests/test_plan.py` takes 21 MiB
-    instead of 15 (jax 0.12). Other equations are returned as they are. Values and derivatives are
-    the same to the bit.
-
-    `rule_of` finds the rule of `jax.nn.relu` on 0.10.2 and 0.12.
-    """
-    if eqn.primitive.name != "custom_jvp_call" or rule_of(eqn) is not jax.nn.relu.jvp:
-        return eqn
-    return _in_place_of(eqn, _relu)
-
-
-@jax.custom_jvp
-def _relu(x: Any) -> Any:
-    return jnp.maximum(x, 0)
-
-
-@_relu.defjvp
-def _relu_derivative(primals: Any, tangents: Any) -> Any:
-    (x,), (dx,) = primals, tangents
-    # The barrier keeps XLA from seeing that the input tells the sign as well.
-    out = jax.lax.optimization_barrier(_relu(x))
-    return out, jax.lax.select(out > 0, dx, jax.lax.full_like(dx, 0))
-
-
-def _in_place_of(eqn: Any, fn: Any) -> Any:
-    """Return the one equation that a function traces to, in the place of another."""
-    (found,) = jax.make_jaxpr(fn)(*(v.aval for v in eqn.invars)).eqns
-    return found.replace(
-        invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx
-    )
-
-
-# XLA's CPU compiler transposes what the gradient of a convolution's kernel reads, and does so in
-# the forward pass, as nothing holds the copy back. Where a region keeps the array as well, both
-# live until the backward pass. The two primitives below tie the copy to the cotangent.
-# Seen on 0.10.2, 0.12.
-
-_CONV = jax.lax.conv_general_dilated_p
-_BITS = {
-    np.dtype(t): np.dtype(f"uint{jnp.finfo(t).bits}")
-    for t in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
-}
-
-
-def convolution_with_late_copies(eqn: Any) -> Any:
-    """Return a convolution as an equation whose derivative copies its input late on CPUs.
-
-    Other equations are returned as they are. Values and derivatives are the same to the bit.
-    """
-    if eqn.primitive is not _CONV or any(v.aval.dtype not in _BITS for v in eqn.invars):
-        return eqn
-    return _in_place_of(eqn, _convolution(tuple(sorted(eqn.params.items()))))
-
-
-@functools.lru_cache(maxsize=256)
-def _convolution(given: tuple[tuple[str, Any], ...]) -> Any:
-    params = dict(given)
-
-    @jax.custom_jvp
-    def convolution(x: Any, kernel: Any) -> Any:
-        return _CONV.bind(x, kernel, **params)
-
-    def derivative(primals: Any, tangents: Any) -> Any:
-        (x, kernel), (dx, dkernel) = primals, tangents
-        out = _CONV.bind(x, kernel, **params)
-        given = [type(t) is not SymbolicZero for t in (dx, dkernel)]
-        if all(given):
-            return out, _both_p.bind(dx, dkernel, x, kernel, **params)
-        if given[0]:
-            return out, _CONV.bind(dx, kernel, **params)
-        return out, _conv_p.bind(x, dkernel, **params) if given[1] else jnp.zeros_like(out)
-
-    convolution.defjvp(derivative, symbolic_zeros=True)
-    return convolution
-
-
-def _conv_transpose(ct: Any, x: Any, kernel: Any, **params: Any) -> list[Any]:
-    if ad.is_undefined_primal(kernel) and type(ct) is not ad_util.Zero:
-        x = _after_p.bind(x, ct)
-    return ad.primitive_transposes[_CONV](ct, x, kernel, **params)
-
-
-_conv_p = core.Primitive(_CONV.name)
-_conv_p.def_impl(functools.partial(dispatch.apply_primitive, _conv_p))
-_conv_p.def_effectful_abstract_eval(_CONV.abstract_eval)
-ad.primitive_jvps[_conv_p] = ad.primitive_jvps[_CONV]
-ad.primitive_transposes[_conv_p] = _conv_transpose
-batching.fancy_primitive_batchers[_conv_p] = batching.fancy_primitive_batchers[_CONV]
-
-# The derivative by both arguments. The gradient of the kernel is made first: what it reads, often
-# the largest arrays there are, can go before the cotangent of the input is there. XLA's CPU
-# compiler puts kernel gradients off.
-_both_p = core.Primitive("convolutions")
-_both_p.def_impl(functools.partial(dispatch.apply_primitive, _both_p))
-_both_p.def_abstract_eval(
-    lambda dx, dkernel, x, kernel, **params: _CONV.abstract_eval(dx, kernel, **params)[0]
-)
-
-
-def _both(dx: Any, dkernel: Any, x: Any, kernel: Any, **params: Any) -> Any:
-    return jax.lax.add(_CONV.bind(dx, kernel, **params), _conv_p.bind(x, dkernel, **params))
-
-
-def _both_transpose(
-    ct: Any, dx: Any, dkernel: Any, x: Any, kernel: Any, **params: Any
-) -> list[Any]:
-    if type(ct) is ad_util.Zero:
-        return [None] * 4
-    given = [ad.is_undefined_primal(v) for v in (dx, dkernel)]  # zeros may be known
-    found: list[Any] = [None] * 4
-    if given[1]:
-        found[1] = _conv_transpose(ct, x, dkernel, **params)[1]
-    if all(given):
-        kernel, found[1] = together_on_cpus([kernel, found[1]])
-    if given[0]:
-        found[0] = ad.primitive_transposes[_CONV](ct, dx, kernel, **params)[0]
-    return found
-
-
-def _both_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    given = tuple(ad.instantiate_zeros(t) for t in tangents)
-    if all(type(t) is ad_util.Zero for t in tangents[2:]):  # regions in regions come here
-        return _both_p.bind(*primals, **params), _both_p.bind(*given[:2], *primals[2:], **params)
-    return jax.jvp(functools.partial(_both, **params), tuple(primals), given)
-
-
-def _both_batch(values: Any, dims: Any, **params: Any) -> Any:
-    return jax.vmap(functools.partial(_both, **params), dims)(*values), 0
-
-
-ad.primitive_jvps[_both_p] = _both_jvp
-ad.primitive_transposes[_both_p] = _both_transpose
-batching.primitive_batchers[_both_p] = _both_batch
-
-# An array, to be had once another one is there.
-_after_p = core.Primitive("after")
-_after_p.def_impl(lambda x, y: x)
-_after_p.def_abstract_eval(lambda x, y: x)
-ad.defjvp(_after_p, lambda dx, x, y: _after_p.bind(dx, y), None)
-ad.primitive_transposes[_after_p] = lambda ct, x, y: [_after_p.bind(ct, y), None]
-batching.primitive_batchers[_after_p] = lambda values, dims: (_after_p.bind(*values), dims[0])
-
-
-def _after(x: Any, y: Any) -> Any:
-    """Fill an array's bits up with those of a zero that is made of the other one.
-
-    Without the barrier XLA makes the array anew from what it was made of, which is then kept too.
-    """
-    if not x.size or not y.size:
-        return x
-    bits = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(x), _BITS[x.dtype])
-    zero = jax.lax.bitcast_convert_type(_zero_after(y), _BITS[y.dtype]).astype(bits.dtype)
-    return jax.lax.bitcast_convert_type(bits | zero, x.dtype)
-
-
-_gather_p = _like(windowed_reductions.select_and_gather_add_p)
-_scatter_p = _like(windowed_reductions.select_and_scatter_add_p)
-
-
-def _gather_transpose(
-    ct: Any, tangents: Any, operand: Any, *, base_dilation: Any, window_dilation: Any, **params: Any
-) -> list[Any]:
-    del base_dilation, window_dilation  # all ones
-    if type(ct) is ad_util.Zero:
-        return [ad_util.Zero(tangents.aval), None]
-    return [_scatter_p.bind(*core.auto_insert_reshard(ct, operand), **params), None]
-
-
-def _late_scatter(source: Any, operand: Any, **params: Any) -> Any:
-    """What JAX's lowering for GPUs does, but for the zero that it begins with."""
-    select, padding = params["select_prim"], params["padding"]
-    dtype = operand.dtype
-    least = np.array(-np.inf if select is jax.lax.ge_p else np.inf, dtype)
-    padded = jax.lax.pad(operand, least, [(lo, hi, 0) for lo, hi in padding])
-    out = windowed_reductions._select_and_scatter(
-        padded,
-        select.bind,
-        params["window_dimensions"],
-        params["window_strides"],
-        [(0, 0)] * len(padding),
-        source,
-        _zero_after(source),
-        jax.lax.add,
-    )
-    ends = [lo + n for (lo, _), n in zip(padding, operand.shape, strict=True)]
-    return jax.lax.slice(out, [lo for lo, _ in padding], ends)
-
-
-# Of windows with more elements XLA's own derivative is taken: there are as many sums to add up.
-LARGE_WINDOW = 64
-
-
-def _by_place(source: Any, operand: Any, **params: Any) -> Any:
-    """The same for CPUs: which element of its window each maximum is, and from that the sum of what
-    flows back to each element, in the order of the windows as XLA has it.
-    """
-    window, strides = params["window_dimensions"], params["window_strides"]
-    if math.prod(window) > LARGE_WINDOW:
-        return windowed_reductions.select_and_scatter_add_p.bind(source, operand, **params)
-    select, padding = params["select_prim"], params["padding"]
-    least = np.array(-np.inf if select is jax.lax.ge_p else np.inf, operand.dtype)
-    padded = jax.lax.pad(operand, least, [(lo, hi, 0) for lo, hi in padding])
-    spans = [(n - 1) * stride + 1 for n, stride in zip(source.shape, strides, strict=True)]
-    best, *others = (
-        jax.lax.slice(padded, k, [o + n for o, n in zip(k, spans, strict=True)], strides)
-        for k in np.ndindex(*window)
-    )
-    place = jnp.zeros(source.shape, np.uint8)
-    for number, other in enumerate(others, 1):
-        stays = select.bind(best, other)
-        best = jax.lax.select(stays, best, other)
-        place = jax.lax.select(stays, place, jax.lax.full_like(place, number))
-    place = jax.lax.optimization_barrier(place)  # or it would be found once more for each element
-    return _gathered(source, place, padded.shape, window, strides, padding)
-
-
-_NOWHERE = 255
-
-
-def _gathered(
-    source: Any,
-    place: Any,
-    padded: Sequence[int],
-    window: Sequence[int],
-    strides: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-) -> Any:
-    """Sum up what flows to each element from the windows that it is in: for each dimension the one
-    that begins in the same stride, and those before it.
-    """
-    cells = [-(-n // stride) for n, stride in zip(padded, strides, strict=True)]
-    shape = [n for pair in zip(cells, strides, strict=True) for n in pair]
-    outer = range(0, len(shape), 2)
-    within = np.indices(strides).reshape(len(strides), *strides)
-    out = jnp.zeros(shape, source.dtype)
-    before = [range((n - 1) // stride, -1, -1) for n, stride in zip(window, strides, strict=True)]
-    for back in itertools.product(*before):
-        shift = zip(back, cells, place.shape, strict=True)
-        config = [(b, n - b - m, 0) for b, n, m in shift]
-        wanted = within + np.reshape(np.multiply(back, strides), (-1, *(1 for _ in strides)))
-        is_there = np.all([w < n for w, n in zip(wanted, window, strict=True)], axis=0)
-        code = np.ravel_multi_index(tuple(wanted), tuple(window), mode="clip")
-        code = np.where(is_there, code, _NOWHERE - 1).astype(np.uint8)
-        here = jax.lax.pad(place, np.uint8(_NOWHERE), config)
-        flow = jax.lax.pad(source, np.zeros((), source.dtype), config)
-        here, flow = (jax.lax.broadcast_in_dim(x, shape, [*outer]) for x in (here, flow))
-        code = jax.lax.broadcast_in_dim(jnp.asarray(code), shape, [i + 1 for i in outer])
-        out += jax.lax.select(here == code, flow, jnp.zeros(shape, source.dtype))
-    whole = out.reshape([n * stride for n, stride in zip(cells, strides, strict=True)])
-    ends = [n - hi for n, (_, hi) in zip(padded, padding, strict=True)]
-    return jax.lax.slice(whole, [lo for lo, _ in padding], ends)
-
-
-def _zero_after(x: Any) -> Any:
-    """A zero that is there when an array is: all bits of a value of it, shifted out.
-
-    A constant behind a barrier does not do: XLA removes the barriers, then shares the array of
-    zeros with the ones of every `relu` of that shape.
-    """
-    if not x.size:
-        return np.zeros((), x.dtype)
-    first = jax.lax.squeeze(jax.lax.slice(x, [0] * x.ndim, [1] * x.ndim), range(x.ndim))
-    bits = jnp.finfo(x.dtype).bits
-    integer = np.dtype(f"uint{bits}")
-    gone = jax.lax.shift_right_logical(
-        jax.lax.bitcast_convert_type(first, integer), np.array(bits, integer)
-    )
-    return jax.lax.bitcast_convert_type(gone, x.dtype)
-
-
-ad.primitive_transposes[_gather_p] = _gather_transpose
-ad.primitive_transposes[_scatter_p] = ad.primitive_transposes[
-    windowed_reductions.select_and_scatter_add_p
-]
-
-
-def _lower(primitive: Any, function: Any, platform: str | None = None) -> None:
-    mlir.register_lowering(
-        primitive, mlir.lower_fun(function, multiple_results=False), platform=platform
-    )
-
-
-_lower(_gather_p, windowed_reductions.select_and_gather_add_p.bind)
-_lower(_scatter_p, windowed_reductions.select_and_scatter_add_p.bind)
-_lower(_scatter_p, _late_scatter, "gpu")
-_lower(_scatter_p, _by_place, "cpu")
-_lower(_conv_p, _CONV.bind)
-_lower(_both_p, _both)
-_lower(_after_p, lambda x, y: x)
-_lower(_after_p, _after, "cpu")
 
 
 def has_effects(eqn: Any) -> bool:
@@ -473,6 +149,80 @@ def _groups(stack: Any) -> list[list[str]]:
     return groups
 
 
+def transforms_of(eqn: Any) -> frozenset[str]:
+    """Return the transformations in an equation's name stack, such as "jvp" and "transpose".
+
+    `jax.grad`, `jax.vjp` and `jax.linearize` write "jvp" on what they take over from the forward
+    pass and "transpose" on the backward pass (0.10.2 and 0.12). The equations in the body of a
+    `jit` that was differentiated as a whole have neither; the `jit` equation has them.
+    """
+    stack = eqn.source_info.name_stack.stack
+    return frozenset(p.name for p in stack if isinstance(p, source_info_util.Transform))
+
+
+def gradient_site(eqn: Any, is_library: Any) -> tuple[str, str, int]:
+    """Return where the gradient was taken that made an equation: (function, file, line).
+
+    The function is the one that was differentiated, the line is the one that asked for the
+    gradient. Either is empty where the traceback does not show it, as in a `jit` that was traced
+    before. `jax.grad`, `jax.vjp`, `jax.linearize` and `jax.jvp` call what they differentiate from
+    functions of these names in `jax/_src/api.py` (0.10.2 and 0.12).
+    """
+    traceback = eqn.source_info.traceback
+    codes, places = traceback.raw_frames() if traceback else ([], [])
+    function, taken = "", False
+    for code, place in zip(codes, places, strict=True):
+        if _takes_derivative(code):
+            taken = True
+        elif not is_library(code.co_filename):
+            if taken:
+                frame = source_info_util.raw_frame_to_frame(code, place)
+                return function, code.co_filename, frame.start_line
+            function = code.co_name
+    return function if taken else "", "", 0
+
+
+def _takes_derivative(code: Any) -> bool:
+    return code.co_name in _DERIVATIVES and code.co_filename.endswith(_API_FILE)
+
+
+_API_FILE = os.path.join("jax", "_src", "api.py")
+
+
+_DERIVATIVES = frozenset({"vjp", "_vjp", "jvp", "_jvp", "linearize"})
+
+
+def being_differentiated() -> bool:
+    """Tell whether the caller is called, at whatever depth, by a function that differentiates it.
+
+    Tracers do not tell, for an inner `jit` hides those of the gradient around it; the Python frames
+    do. A `jit` that finds its trace in its cache is the exception: it does not call anything.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _takes_derivative(frame.f_code):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def compiled_with_its_gradient(x: Any) -> bool:
+    """Tell whether a value is differentiated inside a `jit`: both passes are then one program.
+
+    The kinds of tracer are told by name, as not all of them are in one module (0.10.2 and 0.12).
+    """
+    is_differentiated = False
+    while isinstance(x, Tracer):
+        kind = type(x).__name__
+        if kind in ("JVPTracer", "LinearizeTracer"):
+            is_differentiated, x = True, x.primal
+        elif kind == "BatchTracer":
+            x = x.val
+        else:
+            return is_differentiated and kind == "DynamicJaxprTracer"
+    return False
+
+
 def user_frames(eqn: Any) -> Iterator[tuple[str, int, str]]:
     """Yield (file, line, function) of the equation's frames outside JAX, innermost first."""
     for frame in source_info_util.user_frames(eqn.source_info.traceback):
@@ -498,7 +248,45 @@ def is_jax_file(name: str) -> bool:
 
 
 def rule_of(eqn: Any) -> Any | None:
-    """Return the derivative rule that the user gave a `custom_jvp_call`, None if it is not found.
+    """Return the derivative rule that the user gave a `custom_jvp_call`, or None."""
+    wrapped = _wrapped_rule(eqn)
+    return None if wrapped is None else wrapped.f
+
+
+def rule_identity(eqn: Any) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return the rule of a `custom_jvp_call` and everything that is bound around it.
+
+    The second part holds the names and static arguments of the wrappers that JAX has put around
+    the rule, among them the arguments of ``nondiff_argnums``. None if one of the wrappers is not
+    known. Seen on 0.10.2, 0.12.
+    """
+    wrapped = _wrapped_rule(eqn)
+    if wrapped is None:
+        return None
+    around: list[Any] = []
+    for transform, given in wrapped.transforms:
+        if transform.__name__ not in _RULE_WRAPPERS:
+            return None
+        around.append(transform.__name__)
+        for value in given:
+            # The thunk of the output's type and the tag of a trace are new each time.
+            if callable(value) or isinstance(value, core.TraceTag):
+                continue
+            is_static = isinstance(value, tuple) and value and hasattr(value[0], "val")
+            around.append(tuple(x.val for x in value) if is_static else value)
+    return wrapped.f, tuple(around)
+
+
+def is_structural(value: Any) -> bool:
+    """Tell whether a value describes trees or batch axes: equal ones mean the same."""
+    return isinstance(value, (jax.tree_util.PyTreeDef, batching.AxisData))
+
+
+_RULE_WRAPPERS = ("_flatten_jvp", "_prepend_static_args", "batch_custom_jvp_subtrace")
+
+
+def _wrapped_rule(eqn: Any) -> Any | None:
+    """Return the function that holds the rule of a `custom_jvp_call`.
 
     The equation holds the rule wrapped anew at each trace: a memoized thunk, around a wrapped
     function, around the rule (0.10.2 and 0.12).
@@ -506,7 +294,7 @@ def rule_of(eqn: Any) -> Any | None:
     memoized = getattr(eqn.params.get("jvp_jaxpr_fun"), "f", None)
     for thunk in _closed_over(memoized, "function"):
         for wrapped in _closed_over(thunk, "WrappedFun"):
-            return wrapped.f
+            return wrapped
     return None
 
 
@@ -542,17 +330,123 @@ def remat3() -> bool:
     return bool(getattr(jax.config, "jax_remat3", False))
 
 
+def knows_everything() -> bool:
+    """Tell whether ``jax_remat3`` runs a region under `everything_saveable` as if there were none.
+
+    So it is in 0.12; 0.10.2 takes it for a policy that keeps what has a name.
+    """
+    return JAX_VERSION >= (0, 12)
+
+
 def name_primitive() -> Any:
     """Return the primitive that `checkpoint_name` binds and that policies are asked about."""
     return ad_checkpoint.name_p
 
 
-def name_equation(var: Any, out: Any, name: str, like: Any) -> Any:
-    """Return the equation ``out = checkpoint_name(var, name)``, at the place of ``like``.
+def with_symbolic_zeros(fn: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with a derivative rule that may return symbolic zeros.
+
+    Under ``jax_custom_jvp3`` JAX makes arrays of them, and differentiates what is behind them: a
+    second backward pass, of zeros. It is switched off for the call (0.12; 0.10.2 has no such flag).
+    """
+    ruled = jax.custom_jvp(fn)
+    ruled.defjvp(rule, symbolic_zeros=True)
+    flag = getattr(config, "custom_jvp3", None)
+    if flag is None:
+        return ruled
+
+    def call(*args: Any) -> Any:
+        with flag(False):
+            return ruled(*args)
+
+    return call
+
+
+def without_integer_tangents(values: Sequence[Any]) -> list[Any]:
+    """Return the results of a region, of which no integer seems to have a tangent.
+
+    Under ``jax_remat3`` JAX 0.10.2 takes all results of a region to have tangents. It asserts that
+    the index of a conditional has none, which stands when an operation is in between.
+    """
+    if not remat3() or JAX_VERSION >= (0, 11):
+        return list(values)
+
+    def behind_operation(x: Any) -> Any:
+        dtype = jax.typeof(x).dtype
+        is_integer = jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_
+        return jax.lax.bitwise_or(x, jnp.zeros_like(x)) if is_integer else x
+
+    return [behind_operation(x) for x in values]
+
+
+def checkpoint_name(x: Any, name: str) -> Any:
+    """Give a value a name. Of a complex one, the real and the imaginary part get it."""
+    if not jnp.issubdtype(jax.typeof(x).dtype, jnp.complexfloating):
+        return ad_checkpoint.checkpoint_name(x, name)
+    parts = (ad_checkpoint.checkpoint_name(p, name) for p in (jax.lax.real(x), jax.lax.imag(x)))
+    return jax.lax.complex(*parts)
+
+
+def is_debug_callback(primitive: Any) -> bool:
+    """Tell whether a primitive is that of `jax.debug.callback` or of `jax.debug.print`.
+
+    JAX asks a policy about them. One that is not kept is staged a second time, and so is a kept one
+    whose inputs are all recomputed; in the first case JAX fails if an input is saved and nothing
+    else reads it (0.10.2 and 0.12).
+    """
+    return primitive.name in ("debug_callback", "debug_print")
+
+
+def has_debug_effect(eqn: Any) -> bool:
+    """Tell whether a debug callback is in an equation (0.10.2 and 0.12)."""
+    return any(
+        isinstance(e, (debugging.DebugEffect, debugging.OrderedDebugEffect)) for e in eqn.effects
+    )
+
+
+def copy_equation(var: Any, out: Any, like: Any) -> Any:
+    """Return an equation that computes ``out``, a copy of ``var``, at the place of ``like``."""
+    found = core.new_jaxpr_eqn([var], [out], lax_internal.copy_p, {}, set(), like.source_info)
+    return found.replace(ctx=like.ctx)
+
+
+def name_equations(var: Any, out: Any, name: str, like: Any) -> list[Any]:
+    """Return equations that compute ``out = checkpoint_name(var, name)``, at the place of ``like``.
 
     The equation is traced once per name on a scalar and given its variables by hand: tracing on
     the real value would fail inside `shard_map`, whose axes are not open here.
+
+    JAX rounds what it saves with `reduce_precision`, which refuses complex numbers. Of a complex
+    value the real and the imaginary part get the name (0.10.2 and 0.12).
     """
+    dtype = getattr(var.aval, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.complexfloating):
+        return [_name_equation(var, out, name, like)]
+    real, imag, whole = (
+        e.replace(source_info=like.source_info, ctx=like.ctx)
+        for e in _parts_of_complex(var.aval.dtype)
+    )
+    found, parts = [], []
+    for part in (real, imag):
+        aval = var.aval.update(dtype=part.outvars[0].aval.dtype, weak_type=False)
+        bare, named = type(var)(aval), type(var)(aval)
+        found += [
+            part.replace(invars=[var], outvars=[bare]),
+            _name_equation(bare, named, name, like),
+        ]
+        parts.append(named)
+    return [*found, whole.replace(invars=parts, outvars=[out])]
+
+
+@functools.cache
+def _parts_of_complex(dtype: Any) -> list[Any]:
+    def whole(x: Any) -> Any:
+        return jax.lax.complex(jax.lax.real(x), jax.lax.imag(x))
+
+    return jax.make_jaxpr(whole)(jax.ShapeDtypeStruct((), dtype)).eqns
+
+
+def _name_equation(var: Any, out: Any, name: str, like: Any) -> Any:
     template = _name_template(name, remat3())
     params = template.params
     hi = hi_primitive(template)
@@ -567,6 +461,32 @@ def name_equation(var: Any, out: Any, name: str, like: Any) -> Any:
     )
 
 
+def renamed_equation(eqn: Any, name: str, var: Any) -> Any:
+    """Return a `checkpoint_name` equation that gives another name, to ``var``."""
+    params = {**eqn.params, "name": name}
+    hi = hi_primitive(eqn)
+    if hi is not None:
+        params = {**eqn.params, "_prim": type(hi)(name, var.aval)}
+    return eqn.replace(params=params, invars=[var])
+
+
+def can_be_renamed(eqn: Any) -> bool:
+    """Tell whether a value can be kept by way of a `checkpoint_name` equation of the user's.
+
+    `jax.checkpoint` cannot keep complex values (`name_equations`).
+    """
+    dtype: Any = getattr(eqn.outvars[0].aval, "dtype", None)
+    return names_are_objects() and not jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def names_are_objects() -> bool:
+    """Tell whether a policy that is asked about a name gets the very object that named the value.
+
+    Not from the first ``jax_remat3`` (0.10.2), which compares names (`keep_names`).
+    """
+    return JAX_VERSION >= (0, 11) or not remat3()
+
+
 @functools.cache
 def _name_template(name: str, hi: bool) -> Any:
     del hi  # part of the key: the flag decides which primitive is bound
@@ -578,18 +498,345 @@ def replace_body(closed: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> An
     """Return a closed or open jaxpr with other equations and outputs, the same inputs."""
     if isinstance(closed, jec.ClosedJaxpr) and closed.jaxpr is not closed:  # 0.10.2
         return closed.replace(jaxpr=replace_body(closed.jaxpr, eqns, outvars))
-    high = closed.is_high or any(hi_primitive(e) is not None for e in eqns)
-    return closed.replace(eqns=list(eqns), outvars=list(outvars), is_high=high)
+    return closed.replace(
+        eqns=list(eqns), outvars=list(outvars), is_high=closed.is_high or _are_high(eqns)
+    )
 
 
-def without_dead_code(closed: Any) -> Any:
-    """Return a closed jaxpr without the equations that no output needs.
+def _are_high(eqns: Sequence[Any]) -> bool:
+    """Tell whether an equation is a high-level primitive, or calls a program that has one.
 
-    `dce_jaxpr(jaxpr, used_outputs, instantiate)` in 0.10.2 and 0.12.
+    A program says so with ``is_high``. JAX lowers a program that does not say so as it is, and has
+    no lowering for these primitives. Seen on 0.10.2, 0.12.
     """
-    jaxpr = closed.jaxpr
-    lean, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), True)
-    return lean if getattr(lean, "jaxpr", None) is lean else closed.replace(jaxpr=lean)
+    inner = (jaxpr for eqn in eqns for jaxpr in core.jaxprs_in_params(eqn.params))
+    return any(hi_primitive(eqn) is not None for eqn in eqns) or any(j.is_high for j in inner)
+
+
+# -- regions built by hand ----------------------------------------------------------------------
+# `jax.checkpoint` and `jax.custom_jvp` trace the functions that they are given. The programs that
+# go into a region are traced already, and tracing them again, once for each of the two, took as
+# long as everything else. Seen on 0.10.2, 0.12.
+
+
+def jaxpr_of(invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
+    """Return an open jaxpr of these equations, which read no constants but literals."""
+    joined = core.join_effects(*(e.effects for e in eqns))
+    high = _are_high(eqns)
+    info = _no_debug_info()
+    return core.Jaxpr((), list(invars), list(outvars), list(eqns), joined, info, is_high=high)
+
+
+@functools.cache
+def _no_debug_info() -> Any:
+    return jax.make_jaxpr(lambda: ())().jaxpr.debug_info.with_unknown_names()
+
+
+def folded(eqn: Any) -> Any | None:
+    """Return the constant that a conversion of a scalar constant makes; None for other equations.
+
+    JAX's rules for this are in `partial_eval.const_fold_rules` (0.10.2 and 0.12).
+    """
+    rule = partial_eval.const_fold_rules.get(eqn.primitive)
+    if rule is None or not all(isinstance(v, core.Literal) for v in eqn.invars):
+        return None
+    (out,) = eqn.outvars
+    found = rule([v.val for v in eqn.invars], eqn.params, [out.aval])
+    return None if found is None or found[0] is None else core.Literal(found[0], out.aval)
+
+
+def with_rule(jaxpr: Any, rule: Any) -> Any:
+    """Return an open jaxpr that calls another one, which has a derivative rule of its own.
+
+    ``rule(zeros)`` says which inputs have no tangent. It returns a jaxpr of the inputs and the
+    tangents that are there, with constants or without; it returns the outputs and their tangents,
+    and beside the jaxpr which of the tangents are zero and left out.
+    """
+
+    def jvp_jaxpr(*zeros: bool) -> Any:
+        found, out_zeros = rule(zeros)
+        return (
+            found.jaxpr if hasattr(found, "jaxpr") else found,
+            getattr(found, "consts", ()),
+            out_zeros,
+        )
+
+    invars = [core.Var(v.aval) for v in jaxpr.invars]
+    outvars = [core.Var(v.aval) for v in jaxpr.outvars]
+    params = {
+        "call_jaxpr": jec.ClosedJaxpr(jaxpr, ()),
+        "jvp_jaxpr_fun": linear_util.wrap_init(jvp_jaxpr, debug_info=_no_debug_info()),
+        "num_consts": 0,
+        "symbolic_zeros": True,
+    }
+    primitive = custom_derivatives.custom_jvp_call_p
+    eqn = core.new_jaxpr_eqn(invars, outvars, primitive, params, jaxpr.effects)
+    return jaxpr_of(invars, outvars, [eqn])
+
+
+def checkpointed(jaxpr: Any, inputs: Sequence[Any], *, prevent_cse: Any, policy: Any) -> list[Any]:
+    """Run an open jaxpr as one region of `jax.checkpoint`."""
+    return ad_checkpoint.remat_p.bind(
+        *inputs, jaxpr=jaxpr, prevent_cse=prevent_cse, differentiated=False, policy=policy
+    )
+
+
+def zeros(aval: Any) -> Any:
+    """Return zeros of an abstract value, its sharding and its varying axes included.
+
+    `jnp.zeros` would lose both inside `shard_map` and on meshes with explicit axes. 0.10.2, 0.12.
+    """
+    return ad_util.zeros_like_aval(aval)
+
+
+def allows_custom_rule(eqns: Sequence[Any], avals: Sequence[Any]) -> bool:
+    """Tell whether equations may stand in a function with a derivative rule of its own.
+
+    JAX refuses some effects there, and references to mutable arrays cannot be linearized apart
+    from their users. 0.10.2, 0.12.
+    """
+    allowed = effects.custom_derivatives_allowed_effects
+    found = {e for eqn in eqns for e in eqn.effects}
+    refs = any(isinstance(a, AbstractRef) for a in avals)
+    return not refs and not allowed.filter_not_in(found) and not any(map(_is_ref_effect, found))
+
+
+def _is_ref_effect(effect: Any) -> bool:
+    return isinstance(effect, (RefEffect, core.InternalMutableArrayEffect))
+
+
+def axis_env() -> Any:
+    """Return the named axes that are open: of `vmap`, `shard_map` and the like. 0.10.2, 0.12."""
+    return core.get_axis_env()
+
+
+@contextlib.contextmanager
+def open_axes(env: Any) -> Iterator[None]:
+    """Open the named axes that `axis_env` returned. 0.10.2, 0.12."""
+    before = core.get_axis_env()
+    core.trace_ctx.set_axis_env(env)
+    try:
+        yield
+    finally:
+        core.trace_ctx.set_axis_env(before)
+
+
+# -- linear programs that can only be transposed ------------------------------------------------
+# The derivative of a `custom_vjp` function is the equation `custom_lin`, which has a rule for
+# transposition and no other: JAX batches a `custom_vjp` function before it differentiates it. A
+# derivative rule that contains the equation may be batched. So the linear program goes into an
+# equation of ours, which remembers over which axes it was batched and batches its transpose.
+# A backward rule that need not be linear is called as often as JAX calls it, and with the same
+# cotangents. Seen on 0.10.2, 0.12.
+
+_transposable_p = core.Primitive("remat_kit_transposable")
+
+
+_transposable_p.multiple_results = True
+
+
+TRANSPOSED_ONLY = frozenset({"custom_lin", _transposable_p.name})
+
+
+@dataclasses.dataclass(frozen=True)
+class _BatchAxis:
+    """An axis that an equation was batched over, and which of its inputs have it (in front)."""
+
+    data: Any
+    inputs: tuple[bool, ...]
+
+
+def transposable(linear: Any, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """Bind a linear program, a closed jaxpr of the residuals and the tangents, as one equation."""
+    count = len(residuals)
+    return _transposable_p.bind(*residuals, *tangents, linear=linear, residuals=count, axes=())
+
+
+@_transposable_p.def_abstract_eval
+def _transposable_avals(*_: Any, linear: Any, residuals: int, axes: Any) -> list[Any]:
+    del residuals
+    avals = list(linear.out_avals)
+    for axis in axes:
+        mesh_axis = axis.data.explicit_mesh_axis
+        avals = [core.unmapped_aval(axis.data.size, 0, a, mesh_axis) for a in avals]
+    return avals
+
+
+def _transposable_impl(*_: Any, **__: Any) -> Any:
+    return ad.raise_custom_vjp_error_on_jvp()
+
+
+def _transposable_batch(axis_data: Any, args: Any, dims: Any, **params: Any) -> Any:
+    moved = [
+        x if d is None else batching.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)
+    ]
+    axis = _BatchAxis(axis_data, tuple(d is not None for d in dims))
+    params["axes"] = (*params["axes"], axis)
+    outs = _transposable_p.bind(*moved, **params)
+    return outs, [0] * len(outs)
+
+
+def _transposable_transpose(
+    cts: Any, *args: Any, linear: Any, residuals: int, axes: Any
+) -> list[Any]:
+    wanted = [ad.is_undefined_primal(d) for d in args[residuals:]]
+    given = [type(ct) is not ad_util.Zero for ct in cts]
+    if not any(given):
+        return [None] * len(args)
+    backward = _Backward(linear, residuals, wanted, given)
+    run: Any = backward
+    for axis in axes:
+        run = backward.batched(run, axis)
+    outs = iter(run(list(args[:residuals]), [ct for ct, g in zip(cts, given, strict=True) if g]))
+    found = [next(outs) if i in backward.nonzero else None for i in range(len(wanted))]
+    return [*[None] * residuals, *found]
+
+
+class _Backward:
+    """The transpose of a linear program for some of its outputs and with respect to some inputs."""
+
+    def __init__(self, linear: Any, residuals: int, wanted: list[bool], given: list[bool]):
+        self.linear = linear
+        self.residuals = residuals
+        self.wanted = wanted
+        self.given = given
+        self.nonzero: list[int] = []  # the inputs whose cotangents are returned, once it has run
+
+    def __call__(self, residuals: list[Any], cts: list[Any]) -> list[Any]:
+        inputs = self.linear.in_avals[self.residuals :]
+        primals = [
+            ad.UndefinedPrimal(a) if w else zeros(a)
+            for a, w in zip(inputs, self.wanted, strict=True)
+        ]
+        # `backward_pass` calls a backward rule even where all of its cotangents are zero. JAX drops
+        # such equations before, as dead code of the linear program.
+        jaxpr, _ = partial_eval.dce_jaxpr(self.linear.jaxpr, self.given, True)
+        outs = ad.backward_pass(jaxpr, False, self.linear.consts, [*residuals, *primals], cts)
+        found = outs[self.residuals :]
+        self.nonzero = [
+            i for i, ct in enumerate(found) if self.wanted[i] and type(ct) is not ad_util.Zero
+        ]
+        return [found[i] for i in self.nonzero]
+
+    def batched(self, run: Any, axis: _BatchAxis) -> Any:
+        """Return the transpose over one more axis: what an input without it gets is summed up."""
+        data, dims = axis.data, [0 if there else None for there in axis.inputs]
+
+        def over_axis(residuals: list[Any], cts: list[Any]) -> list[Any]:
+            outs = jax.vmap(
+                run,
+                in_axes=(dims[: self.residuals], 0),
+                axis_size=data.size,
+                axis_name=None if data.name is core.no_axis_name else data.name,
+                spmd_axis_name=data.spmd_name,
+            )(residuals, cts)
+            inputs = axis.inputs[self.residuals :]
+            return [
+                ct if inputs[i] else jnp.sum(ct, 0)
+                for i, ct in zip(self.nonzero, outs, strict=True)
+            ]
+
+        return over_axis
+
+
+def _transposable_dce(used: Sequence[bool], *rest: Any) -> Any:
+    """Let go of the results and the operands that nothing needs.
+
+    An operand that is only handed over would get a cotangent of zeros, for which the backward rule
+    of what made it is called.
+    """
+    eqn = rest[-1]  # 0.12 says before which operands are alive
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    linear, count = eqn.params["linear"], eqn.params["residuals"]
+    jaxpr, needed = partial_eval.dce_jaxpr(linear.jaxpr, list(used), False)
+
+    def those(values: Sequence[Any], which: Sequence[bool]) -> list[Any]:
+        return [v for v, w in zip(values, which, strict=True) if w]
+
+    params = {
+        "linear": jec.ClosedJaxpr(jaxpr, linear.consts),
+        "residuals": sum(needed[:count]),
+        "axes": tuple(
+            dataclasses.replace(axis, inputs=tuple(those(axis.inputs, needed)))
+            for axis in eqn.params["axes"]
+        ),
+    }
+    lean = eqn.replace(
+        invars=those(eqn.invars, needed), outvars=those(eqn.outvars, used), params=params
+    )
+    return needed, lean
+
+
+_transposable_p.def_impl(_transposable_impl)
+
+
+partial_eval.dce_rules[_transposable_p] = _transposable_dce
+
+
+ad.primitive_transposes[_transposable_p] = _transposable_transpose
+
+
+batching.fancy_primitive_batchers[_transposable_p] = _transposable_batch
+
+
+mlir.register_lowering(_transposable_p, _transposable_impl)
+
+
+# -- tangents that nobody may use ---------------------------------------------------------------
+# The forward rule of a `custom_vjp` function may call what has no derivative: a kernel, a callback.
+# Where such an equation is differentiated although nobody needs the result, its tangent is the
+# output of this primitive. It disappears as dead code, or raises the error once it is used.
+
+_undefined_p = core.Primitive("remat_kit_undefined_tangent")
+
+
+_undefined_p.multiple_results = True
+
+
+_undefined_p.def_abstract_eval(lambda *_, avals, error: list(avals))
+
+
+def undefined_tangents(
+    tangents: Sequence[Any], avals: Sequence[Any], error: Exception
+) -> list[Any]:
+    """Return tangents of these abstract values that raise ``error`` when they are used."""
+    return _undefined_p.bind(*tangents, avals=tuple(avals), error=error)
+
+
+def _undefined_impl(*_: Any, error: Exception, **__: Any) -> Any:
+    raise error
+
+
+def _undefined_batch(axis_data: Any, args: Any, dims: Any, *, avals: Any, error: Any) -> Any:
+    del dims
+    mesh_axis = axis_data.explicit_mesh_axis
+    mapped = [core.unmapped_aval(axis_data.size, 0, a, mesh_axis) for a in avals]
+    return undefined_tangents(args, mapped, error), [0] * len(avals)
+
+
+_undefined_p.def_impl(_undefined_impl)
+
+
+mlir.register_lowering(_undefined_p, _undefined_impl)
+
+
+batching.fancy_primitive_batchers[_undefined_p] = _undefined_batch
+
+
+ad.primitive_transposes[_undefined_p] = lambda cts, *_, error, **__: _undefined_impl(error=error)
+
+
+def may_lack_derivative(eqn: Any) -> bool:
+    """Tell whether an equation is one of a kind that JAX may refuse to differentiate.
+
+    It has no rule, or runs code that JAX does not see. 0.10.2 and 0.12.
+    """
+    primitive = eqn.primitive
+    known = primitive in ad.primitive_jvps or primitive in ad.primitive_linearizations
+    custom = primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))
+    hidden = primitive.name.endswith(("_callback", "_call")) and not custom
+    return hidden or not (known or custom) or hi_primitive(eqn) is not None
 
 
 def _allow_stop_gradient_in_linear_programs() -> None:
@@ -616,6 +863,8 @@ def offloadable(source: str, destination: str) -> Any:
 
 
 SAVEABLE: Any = partial_eval.Saveable
+
+
 RECOMPUTE: Any = partial_eval.Recompute
 
 
@@ -637,31 +886,147 @@ def keep_names(names: Sequence[str], policy: Any) -> Any:
     own policy classes and takes every other callable for full rematerialization. It has no
     offloading either: values that would be offloaded are recomputed there.
     """
-    if JAX_VERSION >= (0, 11) or not remat3():
+    if names_are_objects():
         return policy
     return jax.checkpoint_policies.save_only_these_names(*names)
 
 
-def float0_zeros(shape: Sequence[int]) -> Any:
-    """Return the zero tangent of an integer value."""
-    return np.zeros(shape, jax.dtypes.float0)
+def is_on_host(aval: Any) -> bool:
+    """Tell whether a traced array lies in the host's memory (0.10.2 and 0.12)."""
+    return getattr(aval, "memory_space", None) == core.MemorySpace.Host
+
+
+def drops_offload() -> bool:
+    """Tell whether this is the first ``jax_remat3`` (0.10.2), which offloads nothing."""
+    return JAX_VERSION < (0, 11) and remat3()
 
 
 def inside_loop() -> bool:
-    """Tell whether the caller is being traced as the body of a scan or a while loop.
+    """Tell whether the caller is part of a loop body that is differentiated with its loop.
 
-    JAX keeps no record of it, so the Python frames are read: `scan` and `while_loop` trace their
-    bodies from `jax/_src/lax/control_flow/loops.py` (0.10.2 and 0.12).
+    In such a body the forward and the backward pass are loops of their own, which the compiler
+    does not merge. Where a gradient is taken within the body, both stand in one body, and they can
+    be merged as anywhere else. A `jit` remembers what was traced in it, so a trace inside of one
+    serves later calls in other places too.
+
+    JAX keeps no record of any of this, so the Python frames are read, innermost first. What is
+    nearest decides: `scan` and `while_loop` trace their bodies from
+    `jax/_src/lax/control_flow/loops.py`, gradients come from `jax/_src/interpreters/ad.py`, and
+    `jit` traces from `jax/_src/pjit.py` (0.10.2 and 0.12).
     """
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename.endswith(_LOOPS_FILE):
+        file = frame.f_code.co_filename
+        if file.endswith(_LOOPS_FILE):
             return True
+        if file.endswith(_MERGING_FILES):
+            return False
         frame = frame.f_back
     return False
 
 
-_LOOPS_FILE = os.path.join("jax", "_src", "lax", "control_flow", "loops.py")
+_SOURCE = os.path.join("jax", "_src")
+
+
+_LOOPS_FILE = os.path.join(_SOURCE, "lax", "control_flow", "loops.py")
+
+
+_MERGING_FILES = (
+    os.path.join(_SOURCE, "interpreters", "ad.py"),
+    os.path.join(_SOURCE, "pjit.py"),
+)
+
+
+# -- traces ---------------------------------------------------------------------------------
+# `jax.checkpoint` remembers what it has traced by the function (as long as it lives), the types of
+# the arguments and JAX's settings. The same memory serves us, so that a decorated function behaves
+# as one of JAX's in this too, `jax.clear_caches` included. Seen on 0.10.2, 0.12.
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """What a function is as a program; ``consts`` are the values of its first inputs."""
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    out_tree: Any
+
+    @property
+    def closed(self) -> Any:
+        """The program as a closed jaxpr without constants of its own."""
+        return self.jaxpr if hasattr(self.jaxpr, "consts") else jec.ClosedJaxpr(self.jaxpr, ())
+
+
+def trace(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    """Trace a function as `jax.checkpoint` does, with its errors and its memory."""
+    if remat3():
+        return _trace3(fn, args, kwargs)
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    avals = tuple(map(core.shaped_abstractify, leaves))
+    debug = api_util.debug_info("checkpoint / remat", fn, args, kwargs)
+    jaxpr, consts, out_tree = ad_checkpoint._trace_to_jaxpr(fn, tree, avals, debug)
+    return Traced(jaxpr, tuple(consts), out_tree)
+
+
+def _trace3(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    """The same under ``jax_remat3``, which has a memory of its own."""
+    flat: Any = getattr(ad_checkpoint, "ft", None) or getattr(ad_checkpoint, "FlatTree", None)
+    avals = flat.flatten_static_argnums_argnames(args, kwargs, (), ()).map(core.typeof)
+    debug = api_util.debug_info("remat3", fn, args, kwargs, static_argnums=(), static_argnames=())
+    closed, outs = partial_eval.trace_to_jaxpr(fn, avals, debug)
+    jaxpr, consts = partial_eval.separate_consts(closed)
+    return Traced(jaxpr, tuple(consts), outs.tree)
+
+
+def remembered(fn: Any) -> Any:
+    """Return a function that JAX can remember: ``fn`` itself, if it has a hash."""
+    try:
+        hash(fn)
+        weakref.ref(fn)
+    except TypeError:
+        return functools.wraps(fn, updated=())(lambda *args, **kwargs: fn(*args, **kwargs))
+    return fn
+
+
+def shared(make: Any, fn: Any, key: Any) -> Any:
+    """Return ``make(fn, key)``, made once as long as ``fn`` lives and ``key`` is the same."""
+    try:
+        return _memory(make)(fn, key)
+    except TypeError:  # no weak reference to the function, or no hash
+        return make(fn, key)
+
+
+@functools.cache
+def _memory(make: Any) -> Any:
+    return util.weakref_lru_cache(make)
+
+
+_own_traces = jax.make_user_context(None)
+
+
+def traces_of_their_own() -> Any:
+    """Return a context in which nothing is found that JAX remembers of traces outside of it."""
+    return _own_traces("remat_kit")
+
+
+# -- tracebacks -----------------------------------------------------------------------------
+
+
+def hide_frames(directory: str) -> None:
+    """Leave the files of a directory out of filtered tracebacks. Seen on 0.10.2, 0.12.
+
+    They stay in the locations of a lowered program: the identity of a program ends where a frame of
+    this package begins, so that it does not depend on who asked for it (see `lower`).
+    """
+    traceback_util.register_exclusion(directory)
+
+
+def entry(fn: Any) -> Any:
+    """Mark a function that users call: tracebacks are filtered below it. Seen on 0.10.2, 0.12."""
+    return traceback_util.api_boundary(fn)
+
+
+hide_frames(os.path.dirname(__file__) + os.sep)
 
 
 # -- policies -------------------------------------------------------------------------------
@@ -714,200 +1079,185 @@ def known_primitives() -> frozenset[str]:
     return frozenset({p.name for table in tables for p in table} | {p.name for p in public} | late)
 
 
-# -- compiling for a chip that is not there -------------------------------------------------
-# The parent lowers, a child process compiles; `_compile_worker.py` loads this file on its own,
-# so this section needs nothing of the rest of the package.
+_own_primitives: set[str] = set()
 
 
-@dataclasses.dataclass(frozen=True)
-class Lowered:
-    """A program for one platform, ready to be compiled elsewhere.
+_scanned = 0
 
-    Attributes:
-        bytecode: MLIR, with the locations that become `op_name` and source lines, and with the
-            donation and memory-kind attributes.
-        identity: equal for equal programs, whoever asked for them.
-        devices: over how many devices it is partitioned.
+
+def is_own_primitive(name: str) -> bool:
+    """Tell whether a primitive is JAX's, or this package's; anybody can make others.
+
+    All of JAX's are values of its modules, some imported late. Seen on 0.10.2, 0.12.
     """
+    global _scanned
+    if name not in _own_primitives and _scanned != len(sys.modules):
+        _scanned = len(sys.modules)
+        for module_name, module in list(sys.modules.items()):
+            if module_name.partition(".")[0] in ("jax", __name__.partition(".")[0]):
+                values = list(vars(module).values())
+                _own_primitives.update(v.name for v in values if isinstance(v, jec.Primitive))
+    return name in _own_primitives
 
-    bytecode: bytes
-    identity: str
-    devices: int
+
+# -- over how many devices --------------------------------------------------------------------
+# `num_devices` and `is_fully_replicated` of shardings, `size` of meshes and the parameters of
+# equations that hold them: 0.10.2 and 0.12 agree.
 
 
-def lower(traced: Any, platform: str, boundary: Sequence[str]) -> Lowered:
-    """Lower what `jax.jit(f).trace(...)` gave for ``platform``, whose plugin need not be here.
+def partitions_of(sharding: Any) -> int:
+    """Return over how many devices a sharding splits an array: 1 where each holds all of it.
 
-    ``boundary`` names source files: frames of theirs, and what called them, do not count in the
-    identity. `mlir.module_to_bytecode` and the printed form of locations: 0.10.2, 0.12.
+    `jax.ShapeDtypeStruct` also takes a `jax.experimental.layout.Format` in its place.
     """
-    module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
-    attributes = module.operation.attributes
-    devices = int(attributes["mhlo.num_partitions"]) if "mhlo.num_partitions" in attributes else 1
-    text = module.operation.get_asm(enable_debug_info=True)
-    identity = _identity(text, tuple(boundary))
-    return Lowered(mlir.module_to_bytecode(module), identity, devices)
+    sharding = getattr(sharding, "sharding", sharding)
+    if not isinstance(sharding, jax.sharding.Sharding) or sharding.is_fully_replicated:
+        return 1
+    return int(sharding.num_devices)
 
 
-_LOCATION = re.compile(r"^#loc(\d*) = loc\((.*)\)$\n?", re.M)
-_LOCATION_USE = re.compile(r"#loc(\d*)")
-_CALL_SITE = re.compile(r"callsite\(#loc(\d*) at #loc(\d*)\)")
+def context_devices() -> int:
+    """Return the devices of the mesh that `jax.set_mesh` has set, 1 without one."""
+    return max(1, int(jax.sharding.get_abstract_mesh().size))
 
 
-def _identity(text: str, boundary: tuple[str, ...]) -> str:
-    """Hash a module as printed, its locations cut where a frame of a boundary file begins."""
-    definitions = dict(_LOCATION.findall(text))
-    known: dict[str, str | None] = {}
+def devices_within(closed: Any) -> int:
+    """Return the most devices that a sharding, a mesh or a captured array of a program names."""
+    seen: set[int] = set()
 
-    def canonical(number: str) -> str | None:
-        if number not in known:
-            known[number] = resolve(definitions.get(number, "unknown"))
-        return known[number]
+    def of_jaxpr(jaxpr: Any) -> int:
+        if id(jaxpr) in seen:
+            return 1
+        seen.add(id(jaxpr))
+        found = [partitions_of(getattr(c, "sharding", None)) for c in getattr(jaxpr, "consts", ())]
+        for eqn in jaxpr.eqns:
+            hi = hi_primitive(eqn)
+            found += [of(v) for v in (*eqn.params.values(), *(hi.params.values() if hi else ()))]
+            found += [of(getattr(v.aval, "sharding", None)) for v in eqn.outvars]
+        return max(found, default=1)
 
-    def resolve(definition: str) -> str | None:
-        if site := _CALL_SITE.fullmatch(definition):
-            callee, caller = canonical(site.group(1)), canonical(site.group(2))
-            parts = callee if caller is None else f"{callee} at {caller}"
-            return None if callee is None else _digest(parts or "")
-        if definition.startswith(tuple(f'"{file}"' for file in boundary)):
-            return None
-        used = [canonical(number) for number in _LOCATION_USE.findall(definition)]
-        name = _LOCATION_USE.sub("", definition)
-        is_name_stack = "/" in name or name.startswith('"jit(')
-        if None in used and not is_name_stack:
-            return None
-        return _digest(name + " ".join(str(part) for part in used))
+    def of(value: Any) -> int:
+        if is_jaxpr(value):
+            return of_jaxpr(value)
+        if isinstance(value, (tuple, list)):
+            return max(map(of, value), default=1)
+        if isinstance(value, jax.sharding.Sharding):
+            return int(value.num_devices)
+        if isinstance(value, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+            return int(value.size)
+        return 1
 
-    body = _LOCATION.sub("", text)
-    body = _LOCATION_USE.sub(lambda use: f"#{canonical(use.group(1))}", body)
-    return hashlib.sha256(body.encode()).hexdigest()
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
+    return of_jaxpr(closed)
 
 
-def topology_device(platform: str, topology: str, options: dict[str, Any]) -> Any:
-    """Return one compile-only device, or the present device for ``cpu``.
+# -- what a jitted function says of itself ----------------------------------------------------
+# `trace`, and `args_info` of what it returns, are public. The class has no public name, and the
+# options for the compiler are in `_params`: 0.10.2 and 0.12 agree.
 
-    `get_topology_desc` is experimental; 0.10.2 and 0.12 agree on it.
+_JITTED = type(jax.jit(lambda: None))
+
+
+def is_jitted(fn: Any) -> bool:
+    """Tell whether ``fn`` is what `jax.jit` returns, not a function around it."""
+    return isinstance(fn, _JITTED)
+
+
+def static_arguments(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the positions and the names of the static arguments of a jitted function."""
+    info = jitted._jit_info
+    return tuple(info.static_argnums), tuple(info.static_argnames)
+
+
+def donated_positions(jitted: Any) -> tuple[int, ...]:
+    """Return the positions of the arguments that a jitted function donates."""
+    return tuple(jitted._jit_info.donate_argnums)
+
+
+def compiler_options_of(traced: Any) -> dict[str, Any]:
+    """Return the options for the compiler that were given to `jax.jit`."""
+    return dict(getattr(traced, "_params", {}).get("compiler_options_kvs", ()))
+
+
+def donated_by_only_call(traced: Any) -> frozenset[int]:
+    """Return the arguments, counted flat, that a program donates by being one call of a jitted
+    function and nothing else: of a function around it, JAX does not say so itself.
     """
-    if platform == "cpu":
-        return jax.devices("cpu")[0]
-    from jax.experimental import topologies
+    jaxpr = traced.jaxpr.jaxpr
+    if len(jaxpr.eqns) != 1 or jaxpr.eqns[0].primitive.name not in ("jit", "pjit"):
+        return frozenset()
+    (call,) = jaxpr.eqns
+    places = {v: i for i, v in enumerate(jaxpr.invars)}
+    given = zip(call.invars, call.params["donated_invars"], strict=True)
+    return frozenset(places[v] for v, donated in given if donated and v in places)
 
-    return topologies.get_topology_desc(topology, platform, **options).devices[0]
 
-
-# Settings that `get_compile_options` reads from the process that compiles: 0.10.2, 0.12.
-COMPILE_SETTINGS = (
-    "jax_disable_most_optimizations",
-    "jax_memory_fitting_level",
-    "jax_optimization_level",
-    "jax_use_shardy_partitioner",
-    "jax_compiler_enable_remat_pass",
+MEMORY_FIELDS = (
+    *(
+        f"{host}{name}_size_in_bytes"
+        for host in ("", "host_")
+        for name in ("argument", "output", "alias", "temp", "generated_code")
+    ),
+    "peak_memory_in_bytes",
 )
-
-
-def compile_settings() -> dict[str, Any]:
-    """Return the settings of this process that change what the compiler is asked for."""
-    names = [name for name in COMPILE_SETTINGS if name in jax.config.values]
-    found = {name: getattr(jax.config, name, jax.config.values[name]) for name in names}
-    return {name: getattr(value, "value", value) for name, value in found.items()}
-
-
-def apply_compile_settings(settings: dict[str, Any]) -> None:
-    """Take over the settings of another process, as `compile_settings` gave them."""
-    for name, value in settings.items():
-        if jax.config.values[name] != value:
-            jax.config.update(name, value)
-
-
-def compile_bytes(program: bytes, device: Any, options: dict[str, str]) -> Any:
-    """Compile MLIR bytecode for ``device`` (compile-only or real) and return the executable.
-
-    The compile options are those of `jit(f).lower(...).compile()` for one committed device.
-    `backend_compile_and_load` covers both the compile-only client, on its way out of JAX, and a
-    real one: 0.10.2, 0.12.
-    """
-    from jax._src import compiler
-    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
-    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-
-    with mlir.make_ir_context():
-        module = ir.Module.parse(program)
-    compile_options = compiler.get_compile_options(
-        num_replicas=1,
-        num_partitions=1,
-        device_assignment=np.array([[device]]),
-        env_options_overrides=dict(options),
-        backend=device.client,
-    )
-    devices = xla_client.DeviceList((device,))
-    return compiler.backend_compile_and_load(device.client, module, devices, compile_options, [])
-
-
-def executable_text(executable: Any) -> str:
-    """Return the optimised, scheduled HLO of an executable. Seen on 0.10.2, 0.12."""
-    return "\n\n".join(m.to_string() for m in executable.hlo_modules())
-
-
-def executable_memory(executable: Any) -> dict[str, int]:
-    """Return the byte counts of an executable. Seen on 0.10.2, 0.12."""
-    return memory_stats_to_dict(executable.get_compiled_memory_stats())
-
-
-def memory_stats_to_dict(stats: Any) -> dict[str, int]:
-    """Return the integer fields of a `CompiledMemoryStats`, the ones every release has."""
-    names = ("argument", "output", "alias", "temp", "generated_code")
-    fields = [f"{host}{name}_size_in_bytes" for host in ("", "host_") for name in names]
-    fields.append("peak_memory_in_bytes")
-    return {name: int(getattr(stats, name, 0)) for name in fields}
-
-
-def compile_failure_types() -> tuple[type[BaseException], ...]:
-    """Return what the compiler raises when it refuses a program."""
-    return (jax.errors.JaxRuntimeError,)
 
 
 # Barriers on some platforms: what comes out is there when all of what goes in is, and so are its
 # cotangents. Seen on 0.10.2, 0.12.
 
 
-def _barrier(*, on_cpus: bool, elsewhere: bool, backward_only: bool = False) -> Any:
-    primitive = core.Primitive("optimization_barrier")
-    primitive.multiple_results = True
+def barrier(*, on_cpus: bool, elsewhere: bool, backward_only: bool = False) -> Any:
+    # Tangents have a barrier of their own, which lets go of those that nothing reads: their
+    # cotangents are zeros, for which no backward rule is to be called. What the primal program
+    # computes stays tied together even where a part of it is not read.
+    primitive, linear = (core.Primitive("optimization_barrier") for _ in range(2))
 
-    def barrier(values: Sequence[Any]) -> list[Any]:
-        return primitive.bind(*values) if values else []
+    def behind(barrier: Any, values: Sequence[Any]) -> list[Any]:
+        return barrier.bind(*values) if values else []
+
+    def nonzero_only(barrier: Any, values: Sequence[Any]) -> list[Any]:
+        """A zero passes by: a barrier would make an array of it, which lives until it is used."""
+        there = iter(behind(barrier, [v for v in values if type(v) is not ad_util.Zero]))
+        return [v if type(v) is ad_util.Zero else next(there) for v in values]
 
     def jvp(primals: Any, tangents: Any) -> Any:
         # The same tracers, so that a scan keeps one stack of a value before and behind the barrier.
-        through = list(primals) if backward_only else barrier(primals)
-        return through, barrier([ad.instantiate_zeros(t) for t in tangents])
+        through = list(primals) if backward_only else behind(primitive, primals)
+        return through, nonzero_only(linear, tangents)
 
     def transpose(cts: Any, *primals: Any) -> Any:
-        del primals
-        return barrier([ad.instantiate_zeros(ct) for ct in cts])
+        undefined = [ad.is_undefined_primal(p) for p in primals]
+        kept = [
+            ct if lin else ad_util.Zero(core.typeof(p))
+            for ct, lin, p in zip(cts, undefined, primals, strict=True)
+        ]
+        through = nonzero_only(primitive, kept)
+        return [None if type(ct) is ad_util.Zero else ct for ct in through]
 
-    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
-    primitive.def_abstract_eval(lambda *avals: avals)
-    batching.primitive_batchers[primitive] = lambda values, dims: (barrier(values), dims)
-    ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = transpose
+    def dce(used: Sequence[bool], *rest: Any) -> Any:
+        eqn = rest[-1]  # 0.12 says before which operands are alive
+        if not any(used):
+            return [False] * len(eqn.invars), None
+        ins, outs = (
+            [v for v, u in zip(variables, used, strict=True) if u]
+            for variables in (eqn.invars, eqn.outvars)
+        )
+        return list(used), eqn.replace(invars=ins, outvars=outs)
+
     there = mlir.lower_fun(lambda *v: jax.lax.optimization_barrier(v), multiple_results=True)
     none = mlir.lower_fun(lambda *v: v, multiple_results=True)
-    mlir.register_lowering(primitive, there if elsewhere else none)
-    mlir.register_lowering(primitive, there if on_cpus else none, platform="cpu")
-    return barrier
+    for each in (primitive, linear):
+        each.multiple_results = True
+        each.def_impl(functools.partial(dispatch.apply_primitive, each))
+        each.def_abstract_eval(lambda *avals: avals)
+        batching.primitive_batchers[each] = functools.partial(_batched_alike, each)
+        ad.primitive_jvps[each] = jvp
+        ad.primitive_transposes[each] = transpose
+        mlir.register_lowering(each, there if elsewhere else none)
+        mlir.register_lowering(each, there if on_cpus else none, platform="cpu")
+    partial_eval.dce_rules[linear] = dce
+    return functools.partial(behind, primitive)
 
 
-# For the derivative. XLA's CPU compiler does well without, and takes a little more memory with it.
-together = _barrier(on_cpus=False, elsewhere=True)
-together_backward = _barrier(on_cpus=False, elsewhere=True, backward_only=True)
-
-# Against XLA's CPU compiler, which makes the same array in several fusions.
-together_on_cpus = _barrier(on_cpus=True, elsewhere=False)
-
-# Between cotangents alone, as all that are `backward_only`.
-apart_backward = _barrier(on_cpus=True, elsewhere=True, backward_only=True)
+def _batched_alike(primitive: Any, values: Any, dims: Any) -> Any:
+    """Batch an operation whose results are its operands."""
+    return primitive.bind(*values), dims

@@ -14,8 +14,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # not need the flag; a large program takes a few percent more memory with it there.
 if importlib.metadata.version("jax").startswith("0.10."):
     os.environ["XLA_FLAGS"] = " ".join(
-        [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_enable_concurrency_optimized_scheduler=false"]
-    ).strip()
+        ["--xla_cpu_enable_concurrency_optimized_scheduler=false", os.environ.get("XLA_FLAGS", "")]
+    ).strip()  # what the environment asks for comes last and wins
 
 # One cache for all workers of pytest-xdist: they inherit the first process's environment.
 _SHARED = "REMAT_KIT_TEST_CACHE"

@@ -39,7 +39,13 @@ def test_all_are_there():
     assert [path.stem for path in NOTEBOOKS] == names
 
 
-@each
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem[0] == "3" else [])
+        for path in NOTEBOOKS
+    ],
+)
 def test_it_runs_without_an_error_or_a_warning(path):
     if path.stem.startswith("3") and jax.__version_info__ < (0, 11):
         pytest.skip("XLA:CPU of jax 0.10 undoes recomputation outside of a loop")

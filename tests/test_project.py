@@ -1,8 +1,9 @@
 """The project as a whole: the wheel, the public names, the order of modules, the benchmarks."""
 
 import ast
+import collections
 import doctest
-import importlib
+import importlib.util
 import inspect
 import json
 import pathlib
@@ -20,39 +21,28 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "remat_kit"
 CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-# Each module imports only from those before it.
-ORDER = (
-    *("_errors", "_jax", "_policy", "_recipe", "_gradient", "_step", "_flax", "_graph"),
-    *(
-        "_dataflow",
-        "_region",
-        "_schedule",
-        "_remat",
-        "_cache",
-        "_hlo",
-        "_liveness",
-        "_anatomy",
-        "_roofline",
-    ),
-    *(
-        "_compile_worker",
-        "_target",
-        "_residuals",
-        "_fusion",
-        "_cost",
-        "_simulate",
-        "_cut",
-        "_chain",
-        "_compose",
-        "_solve",
-    ),
-    *("_duplicates", "_lint"),
-    *("_verdict", "_whatif", "_reading", "_table", "_figures", "_frontier", "_search", "_plan"),
-    *("_compare", "_diff"),
-    *("_html", "_report", "_baseline", "testing", "_builder", "_fit", "_bench", "_cli"),
-    *("__init__", "__main__"),
-)
-MODULES = sorted(PACKAGE.glob("*.py"))
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def layers():
+    """The order of modules and subpackages: each imports only from those before it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    block = re.search(r"^_errors .*?(?=^```)", text, re.M | re.S).group(0)
+    root, *packages = block.splitlines()
+    return root.split(), {line.split()[0]: line.split()[1:] for line in packages}
+
+
+ROOT_MODULES, PACKAGES = layers()
+ORDER = (*ROOT_MODULES, *PACKAGES)
+
+
+def layer_of(module):
+    """The subpackage of a module of remat_kit, or the module itself where it is in none."""
+    return module.split(".")[1]
+
+
+def name_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def tracked():
@@ -88,15 +78,15 @@ def wheel(tmp_path_factory):
 
 def test_wheel_holds_the_package_with_the_recipes_inside_and_the_plugin(wheel):
     names = [n for n in wheel.namelist() if not n.split("/")[0].endswith(".dist-info")]
-    assert {n.split("/")[0] for n in names} == {"remat_kit", "pytest_remat_kit.py"}
+    assert {n.split("/")[0] for n in names} == {"remat_kit"}
     recipes = {n.split("/")[-1] for n in names if n.startswith("remat_kit/policies/")}
     assert recipes >= {p.name for p in (ROOT / "policies").glob("*.toml")}
     assert "remat_kit/py.typed" in names
-    parts = {p.name for p in PACKAGE.glob("_html.*")}
-    assert parts == {"_html.py", "_html.html", "_html.css", "_html.js"}
-    assert {f"remat_kit/{part}" for part in parts} <= set(names)
-    modules = {n.split("/")[-1] for n in names if n.endswith(".py")}
-    assert modules == {p.name for p in MODULES} | {"pytest_remat_kit.py"}
+    parts = {f"remat_kit/_show/page.{kind}" for kind in ("html", "css", "js")}
+    stubs = {"remat_kit/__init__.pyi", "remat_kit/testing/__init__.pyi"}
+    assert parts | stubs <= set(names)
+    modules = {n for n in names if n.endswith(".py")}
+    assert modules == {str(p.relative_to(ROOT)) for p in MODULES}
 
 
 def test_wheel_says_who_it_is(wheel):
@@ -105,8 +95,8 @@ def test_wheel_says_who_it_is(wheel):
     assert "Requires-Python: >=3.11" in text
     assert "License-Expression: Apache-2.0" in text
     (scripts,) = [n for n in wheel.namelist() if n.endswith("entry_points.txt")]
-    assert "remat-kit = remat_kit._cli:main" in wheel.read(scripts).decode()
-    assert "[pytest11]\nremat_kit = pytest_remat_kit" in wheel.read(scripts).decode()
+    assert "remat-kit = remat_kit._cli.main:main" in wheel.read(scripts).decode()
+    assert "[pytest11]\nremat_kit = remat_kit.testing.plugin" in wheel.read(scripts).decode()
 
 
 def test_installed_wheel_finds_its_recipes(wheel, tmp_path):
@@ -122,24 +112,29 @@ def test_installed_wheel_finds_its_recipes(wheel, tmp_path):
 
 # -- the public names -------------------------------------------------------------------------
 
-# `remat_kit.testing` shows once it was imported, which other tests may have done.
-PUBLIC = {
-    name: value
-    for name, value in vars(remat_kit).items()
-    if not name.startswith("_") and value is not sys.modules.get("remat_kit.testing")
+STUB = ast.parse((PACKAGE / "__init__.pyi").read_text())
+EXPORTED = {
+    alias.asname for node in STUB.body if isinstance(node, ast.ImportFrom) for alias in node.names
 }
+PUBLIC = {name: getattr(remat_kit, name) for name in sorted(EXPORTED - {"testing"})}
 
 
 def test_only_what_is_exported_shows():
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    exported = {
-        alias.asname
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert set(PUBLIC) == exported
+    assert set(dir(remat_kit)) == EXPORTED
+    assert not [
+        name
+        for name in vars(remat_kit)
+        if name.isidentifier() and not (name.startswith("_") or name in EXPORTED)
+    ]
     assert not [name for name, value in PUBLIC.items() if inspect.ismodule(value)]
+
+
+def test_the_public_names_of_testing_show():
+    stub = ast.parse((PACKAGE / "testing" / "__init__.pyi").read_text())
+    exported = {alias.asname for node in stub.body for alias in node.names}
+    assert set(dir(remat_kit.testing)) == exported
+    for name in exported:
+        assert inspect.getdoc(getattr(remat_kit.testing, name))
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
@@ -164,32 +159,78 @@ def test_every_public_function_says_what_it_raises_or_cannot():
 # -- the modules ------------------------------------------------------------------------------
 
 
+def imported(node):
+    """The modules that an import statement may import; none for other statements."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"line {node.lineno}: a relative import"
+        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []
+
+
 def imports(path):
     """Yield (line, module) of every import of a file, those inside functions too."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}:{node.lineno}: a relative import"
-            yield node.lineno, node.module
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        yield from ((node.lineno, module) for module in imported(node))
 
 
-def test_every_module_has_its_place():
-    assert {path.stem for path in MODULES} <= set(ORDER)
+def test_contributing_lists_every_module():
+    root = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
+    assert root == set(ROOT_MODULES)
+    for folder in PACKAGES:
+        found = {p.stem for p in (PACKAGE / folder).glob("*.py")} - {"__init__"}
+        found |= {p.parent.name for p in (PACKAGE / folder).glob("*/__init__.py")}
+        assert found == set(PACKAGES[folder]), folder
+    assert {p.parent.name for p in PACKAGE.glob("*/__init__.py")} == set(PACKAGES)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_no_two_classes_have_one_name():
+    classes = collections.Counter(
+        node.name
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not [name for name, count in classes.items() if count > 1]
+
+
+def test_the_map_is_drawn_from_the_imports():
+    spec = importlib.util.spec_from_file_location("module_map", ROOT / "docs" / "module_map.py")
+    module_map = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module_map)
+    wanted = module_map.BEGIN + module_map.rendered() + module_map.END
+    assert wanted in (ROOT / "CONTRIBUTING.md").read_text(), "python docs/module_map.py --write"
+
+
+INNER = [path for path in MODULES if path.stem != "__main__" and path.parent != PACKAGE]
+INNER += [PACKAGE / f"{name}.py" for name in ROOT_MODULES]
+
+
+@pytest.mark.parametrize("path", INNER, ids=name_of)
 def test_imports_go_upwards(path):
-    above = ORDER[: ORDER.index(path.stem)]
+    layer = layer_of(name_of(path))
+    allowed = {*ORDER[: ORDER.index(layer)], *({layer} if layer in PACKAGES else ())}
     for line, module in imports(path):
-        package, _, rest = module.partition(".")
-        if package == "remat_kit" and rest.startswith("_"):
-            inner = rest.partition(".")[0]
-            assert inner in above, f"{path.name}:{line} imports {inner}, which is not above it"
+        if module.startswith("remat_kit."):
+            inner = layer_of(module)
+            assert inner in allowed, f"{path.name}:{line} imports {inner}, which is not above it"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_modules_do_not_import_each_other():
+    """Imports at the top of modules have no circle, whichever module is imported first."""
+    names = {name_of(path): path for path in MODULES}
+    uses = {
+        name: {m for n in ast.parse(path.read_text()).body for m in imported(n)} & set(names)
+        for name, path in names.items()
+    }
+    done: set[str] = set()
+    while ready := {n for n in uses if n not in done and uses[n] <= done | {n}}:
+        done |= ready
+    assert not set(uses) - done
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_private_jax_is_in_one_module(path):
     if path.stem == "_jax":
         return
@@ -200,11 +241,18 @@ def test_private_jax_is_in_one_module(path):
         assert not (module.startswith(("jax.", "jaxlib.", "flax.")) and private), (line, module)
 
 
-def test_heavy_imports_are_late():
-    code = "import remat_kit, sys; print(*sorted(sys.modules))"
+def loaded_by(code):
+    """The modules that are loaded once ``code`` has run in a process of its own."""
+    code = f"{code}; import sys; print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    loaded = set(done.stdout.split())
+    assert not done.returncode, done.stderr
+    return set(done.stdout.split())
+
+
+def test_heavy_imports_are_late():
+    assert not {"jax", "numpy", "rich"} & loaded_by("import remat_kit, remat_kit.testing.plugin")
     heavy = {"flax", "matplotlib", "sklearn", "optax", "libtpu", "hypothesis", "pytest"}
+    loaded = loaded_by("import remat_kit; remat_kit.plan")
     assert "jax" in loaded
     assert not heavy & loaded
 
@@ -237,12 +285,6 @@ def test_versions_agree():
     assert set(oldest) <= set(CONFIG["project"]["dependencies"])
 
 
-def test_contributing_lists_the_modules_in_order():
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    block = re.search(r"^_errors .*?(?=^```)", text, re.M | re.S).group(0)
-    assert block.split() == [name for name in ORDER if not name.startswith("__")]
-
-
 # -- benchmarks -------------------------------------------------------------------------------
 
 
@@ -251,6 +293,7 @@ def bench(request):
     return importlib.import_module(request.param)
 
 
+@pytest.mark.slow  # a time on the clock
 @pytest.mark.parametrize("bench", ["import_time"], indirect=True)
 def test_import_takes_little(bench):
     # The least of some: the other tests that run beside only add to it.
@@ -265,31 +308,46 @@ def test_import_time_can_fail(bench, capsys, tmp_path):
     assert "more than 0 s" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("model", "forms"),
+    [
+        pytest.param("gpt", ["nn.remat", "class", "at"], marks=pytest.mark.slow),
+        ("function", ["jax.checkpoint", "function"]),
+        ("blocks", ["jax.checkpoint", "at"]),
+    ],
+)
 @pytest.mark.parametrize("bench", ["trace_overhead"], indirect=True)
-def test_trace_overhead(bench, capsys, tmp_path):
+def test_trace_overhead(bench, model, forms, capsys, tmp_path):
     path = tmp_path / "overhead.json"
-    argv = ["--smoke", "--rounds", "1", "--model", "gpt"]
+    argv = ["--smoke", "--rounds", "1", "--policy", "dots", "--model", model]
     assert bench.main([*argv, "--limit", "100", "--json", str(path)]) == 0
     runs = json.loads(path.read_text())["runs"]
-    assert [run["form"] for run in runs] == ["nn.remat", "class", "at"] * 2
-    assert [run["policy"] for run in runs] == ["nothing"] * 3 + ["dots"] * 3
+    assert [run["form"] for run in runs] == forms
     assert runs[0]["ratios"] == [1.0]
-    assert all(run["trace_seconds"][0] > 0 for run in runs)
-    assert bench.main([*argv, "--limit", "0.001"]) == 1
-    assert "times as long as with nn.remat" in capsys.readouterr().err
-    assert bench.main([*argv, "--policy", "dots", "--profile", "at"]) == 0
+    assert all(run["policy"] == "dots" and run["trace_seconds"][0] > 0 for run in runs)
+
+
+@pytest.mark.parametrize("bench", ["trace_overhead"], indirect=True)
+def test_trace_overhead_can_fail_and_show_where_the_time_goes(bench, capsys):
+    argv = ["--smoke", "--rounds", "1", "--policy", "dots"]
+    assert bench.main([*argv, "--model", "function", "--limit", "0.001"]) == 1
+    assert "times as long as with jax.checkpoint" in capsys.readouterr().err
+    assert bench.main([*argv, "--model", "blocks", "--profile", "at"]) == 0
     assert "cumtime" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param("gpt", marks=pytest.mark.slow), "function", "blocks"]
+)
 @pytest.mark.parametrize("bench", ["trace_overhead"], indirect=True)
-def test_trace_overhead_compares_equal_programs(bench):
+def test_trace_overhead_compares_equal_programs(bench, name):
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    case = bench.SMOKE["gpt"]
+    case = bench.SMOKE[name]
     gradients = []
-    for form in bench.FORMS:
+    for form in case.forms:
         fn, shapes = case.loss(form, "dots")
         args = jax.tree.map(lambda s: jnp.full(s.shape, 0.01, s.dtype), shapes)
         gradients.append(jax.jit(jax.grad(fn))(*args))
@@ -302,6 +360,7 @@ def test_trace_overhead_compares_equal_programs(bench):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bench", ["readme_table"], indirect=True)
 def test_readme_table(bench, capsys, tmp_path):
     path = tmp_path / "table.json"

@@ -10,8 +10,8 @@ import headline
 import pytest
 import readme_table
 
-from remat_kit import _cli
-from remat_kit._target import target
+from remat_kit._chip.target import target
+from remat_kit._cli import main as _main
 from remat_kit.testing import MemoryBaseline
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -27,35 +27,66 @@ COMMANDS = [
 ]
 
 
-def test_python_blocks_run_one_after_the_other(capsys, tmp_path):
+@pytest.mark.parametrize("chip", ["cpu", pytest.param("tpu-v5e", marks=pytest.mark.slow)])
+def test_python_blocks_run_one_after_the_other(chip, capsys, tmp_path):
+    """As they stand, and by default compiled for a CPU, which takes less time."""
     assert len(PYTHON) >= 3
-    if not target("tpu-v5e").available:
+    assert any('"tpu-v5e"' in block for block in PYTHON)
+    if not target(chip).available:
         pytest.skip("the compiler for TPUs is not installed")
     namespace = {"__name__": "readme"}
     for number, block in enumerate(PYTHON):
+        block = block.replace('"tpu-v5e"', f'"{chip}"')
         exec(compile(block, f"README.md, block {number}", "exec"), namespace)
     shown = capsys.readouterr().out
-    assert "tpu-v5e" in shown
+    assert chip in shown
     assert "Net/block_*" in shown
     assert "16 operations computed twice" in shown
     temp_bytes, fits = shown.split()[-2:]
     assert int(temp_bytes) > 0
     assert fits == "True"
-    namespace["test_the_step_fits"]()
+    if chip == "tpu-v5e":  # its budget is of that chip
+        namespace["test_the_step_fits"]()
     namespace["test_the_policy_changes_no_gradient"]()
     for update in (True, False):
         baseline = MemoryBaseline(tmp_path / "baseline.json", update=update)
         namespace["test_memory_does_not_grow"](baseline)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("**/*.md")), ids=lambda p: p.name)
+def test_python_blocks_of_the_docs_run_one_after_the_other(page):
+    text = page.read_text(encoding="utf-8")
+    namespace = {"__name__": page.stem}
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)):
+        exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
+
+
+def test_the_tests_that_the_promises_name_are_there():
+    text = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
+    assert all(f"## {number}. " in text for number in range(1, 6))
+    for path in re.findall(r"`(tests/[\w/]+\.py|[A-Z]+\.md)`", text):
+        assert (ROOT / path).exists(), path
+
+
+# They compile many programs.
+LONG = (
+    "remat-kit max-batch",
+    "remat-kit bench",
+    "remat-kit measure models/gpt.py:build --size size=tiny --policy nothing dots --target cpu tpu",
+)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=pytest.mark.slow if c.startswith(LONG) else []) for c in COMMANDS],
+)
 def test_command_works(command, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     argv = shlex.split(command)[1:]
     for name in ("tpu-v5e", "h100"):
         if name in argv and not target(name).available:
             pytest.skip(f"the compiler for {name} is not installed")
-    assert _cli.main(argv) == 0
+    assert _main.main(argv) == 0
     shown = capsys.readouterr().out
     if "--json" in argv:
         assert json.loads(shown)["model"] == "models/mlp.py:build"
@@ -109,7 +140,7 @@ def test_the_first_table_is_written_by_its_command(capsys, monkeypatch, tmp_path
 
 
 def test_links_lead_somewhere():
-    paths = re.findall(r"`([\w./]+/(?:README\.md)?|[A-Z]+\.md)`", README)
+    paths = re.findall(r"`([\w./]+/(?:README\.md)?|(?:docs/)?\w+\.md)`", README)
     assert paths
     for path in paths:
         assert (ROOT / path).exists(), path

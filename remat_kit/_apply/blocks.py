@@ -1,0 +1,427 @@
+"""Cut a program into regions, one for each module that ``at=`` matches, in loops too."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+
+from remat_kit import _jax
+from remat_kit._apply import run_schedule as _run_schedule
+from remat_kit._apply.region import run_region
+from remat_kit._errors import PolicyError, UserError, unknown
+from remat_kit._policy import algebra as _algebra
+from remat_kit._policy import check as _check
+from remat_kit._policy import patterns as _patterns
+from remat_kit._policy import schedule as _schedule
+from remat_kit._policy import selectors as _selectors
+from remat_kit._policy import structural as _structural
+from remat_kit._policy.algebra import Policy
+from remat_kit._program import paths as _paths
+from remat_kit._program import program as _program
+from remat_kit._program.paths import Path
+from remat_kit._program.program import Program, evaluate
+
+if TYPE_CHECKING:
+    from remat_kit._apply.decorate import Application
+
+
+@functools.cache
+def reads_sources(policy: Policy) -> bool:
+    return any(isinstance(leaf, (_selectors.Source, _selectors.Where)) for leaf in policy.leaves())
+
+
+# -- cutting a program into regions -------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A run of consecutive equations; ``block`` is the module path that ``at`` matched, or None."""
+
+    eqns: tuple[Any, ...]
+    block: str | None
+
+
+class BlockCutter:
+    """Runs a program with the regions that one application of a policy asks for."""
+
+    def __init__(
+        self, app: Application, loop: bool, prevent_cse: bool | tuple[bool, ...] | None = None
+    ):
+        self.app = app
+        self.loop = loop
+        self.prevent_cse = prevent_cse  # one for each argument, or one for all; None: choose
+        self.blocks = 0  # blocks met so far, in the order in which they run
+        structure = app.policy if isinstance(app.policy, _structural.Structural) else None
+        self.structure = structure
+        self.keep = app.policy if structure is None else structure.keep
+
+    # .. the two ways to begin
+
+    def run(self, program: Program, args: Sequence[Any]) -> list[Any]:
+        if isinstance(self.structure, _structural.Planned):
+            return self.planned(program, args, self.structure)
+        if self.app.at is not None:
+            return self.within(program, args)
+        if isinstance(self.structure, (_structural.Uniform, _structural.Block, _structural.Nested)):
+            return self.scans_of(program, args)
+        return self.region(program, args)
+
+    def check_at(self, program: Program) -> None:
+        """Raise where ``at=`` matches nothing."""
+        planned = isinstance(self.structure, _structural.Planned)
+        if not planned and next(self.matches(program.eqns, program.base), None) is None:
+            raise self.nothing_at(program)
+
+    def planned(
+        self, program: Program, args: Sequence[Any], plan: _structural.Planned
+    ) -> list[Any]:
+        if self.app.at is not None:
+            raise UserError(
+                f"`{self.app.call}`: a plan says itself where its regions are",
+                hint="leave at= out",
+            )
+        program = _program.without_region_boundaries(program)
+        _schedule.check(plan.program, program, strict=plan.strict, call=self.app.call)
+        cse = not self.loop if self.prevent_cse is None else bool(self.prevent_cse)
+        stretches = _schedule.read(plan.lines, program, call=self.app.call)
+        return _run_schedule.run(program, stretches, args, prevent_cse=cse)
+
+    def nothing_at(self, program: Program) -> Exception:
+        paths = {"/".join(p) for p in _module_paths(program.eqns, program.base)}
+        everywhere = _module_paths(program.eqns, program.base, enter=None)
+        if any(self.block_of(path) is not None for path in everywhere):
+            return PolicyError(
+                f"`{self.app.call}`: what matches lies inside a checkpoint region, a shard_map or "
+                "a function with its own derivative, which at= does not enter",
+                hint="take the policy or nn.remat off that is there, or decorate the class of the "
+                "module itself",
+            )
+        similar = _check.similar_paths(self.app.at or "", paths)
+        return unknown("module", self.app.at or "", similar, call=self.app.call)
+
+    def matches(self, eqns: Sequence[Any], base: Path) -> Iterator[str]:
+        for path in _module_paths(eqns, base):
+            found = self.block_of(path)
+            if found is not None:
+                yield found
+
+    def block_of(self, path: Path) -> str | None:
+        return (
+            None if self.app.at is None else _patterns.prefix_matching(self.app.at, "/".join(path))
+        )
+
+    # .. one region
+
+    def region(
+        self, program: Program, args: Sequence[Any], keep: Policy | None = None
+    ) -> list[Any]:
+        if isinstance(self.structure, _structural.Segments) and keep is None:
+            return self.segments(program, args, self.structure.names)
+        chosen = self.keep if keep is None else keep
+        cse = not self.loop if self.prevent_cse is None else self.prevent_cse
+        if isinstance(cse, tuple):
+            cse = (*[False] * len(program.consts), *cse)
+        full = reads_sources(chosen)
+        return run_region(program, chosen, args, prevent_cse=cse, full=full)
+
+    def segments(self, program: Program, args: Sequence[Any], names: Sequence[str]) -> list[Any]:
+        """Regions between checkpoint names; what follows the last name is left alone."""
+        program = _program.without_dead(program)
+        pieces: list[_Piece] = []
+        run: list[Any] = []
+        for eqn in program.eqns:
+            run.append(eqn)
+            if _program.checkpoint_name_of(eqn) in names:
+                pieces.append(_Piece(tuple(run), block="segment"))
+                run = []
+        pieces.append(_Piece(tuple(run), block=None))
+        return self.pieces(program, pieces, args, lambda p, a: self.region(p, a, self.keep))
+
+    # .. one region per block
+
+    def within(self, program: Program, args: Sequence[Any]) -> list[Any]:
+        """Evaluate a program with a region for each block that ``at`` matches."""
+        program = _program.without_dead(program)
+        pieces = list(self.split(program))
+        if isinstance(self.structure, _structural.Uniform):
+            pieces = _grouped(pieces, self.structure.n)
+        elif isinstance(self.structure, _structural.Nested):
+            count = sum(p.block is not None for p in pieces)
+            size = self.structure.group or max(1, math.isqrt(max(count, 1)))
+            return self.pieces(program, _grouped(pieces, size), args, self.nest)
+        return self.pieces(program, pieces, args, self.one_block)
+
+    def one_block(self, program: Program, args: Sequence[Any]) -> list[Any]:
+        self.blocks += 1
+        if isinstance(self.structure, _structural.Block) and self.blocks > self.structure.n:
+            return evaluate(program, args)
+        return self.region(program, args)
+
+    def nest(self, program: Program, args: Sequence[Any]) -> list[Any]:
+        """One region around a group of blocks, each of them a region again."""
+
+        def blocks(*args: Any) -> list[Any]:
+            return self.pieces(program, list(self.split(program)), args, self.region)
+
+        return self.region(_traced(blocks, args, program.base), args, _NOTHING)
+
+    def split(self, program: Program) -> Iterator[_Piece]:
+        run: list[Any] = []
+        current: str | None = None
+        for eqn in program.eqns:
+            block = self.block_of(program.path(eqn))
+            if block != current and run:
+                yield _Piece(tuple(run), current)
+                run = []
+            current = block
+            run.append(eqn)
+        if run:
+            yield _Piece(tuple(run), current)
+
+    def pieces(
+        self,
+        program: Program,
+        pieces: Sequence[_Piece],
+        args: Sequence[Any],
+        region: Callable[[Program, Sequence[Any]], list[Any]],
+    ) -> list[Any]:
+        env = dict(zip(program.invars, (*program.consts, *args), strict=True))
+        later = _used_later(pieces, program.outvars)
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, jec.Literal) else env[atom]
+
+        for piece, wanted in zip(pieces, later, strict=True):
+            if piece.block is None:
+                for eqn in piece.eqns:
+                    outs = self.step(eqn, [read(v) for v in eqn.invars], program.base)
+                    env.update(zip(eqn.outvars, outs, strict=True))
+            else:
+                part = _program.part(piece.eqns, wanted, program.base)
+                outs = region(part, [env[v] for v in part.invars])
+                env.update(zip(part.outvars, outs, strict=True))
+        return [read(v) for v in program.outvars]
+
+    # .. blocks inside other equations
+
+    def step(self, eqn: Any, values: list[Any], base: Path) -> list[Any]:
+        """Evaluate an equation outside every block; blocks may be inside it."""
+        path = _paths.module_path(eqn, base)
+        enter = _ENTER.get(eqn.primitive.name)
+        inside = (b for body in _program.bodies(eqn) for b in self.matches(body.jaxpr.eqns, path))
+        if enter is None or next(inside, None) is None:
+            return _jax.bind(eqn, values)
+        with _scoped(path[len(base) :]):
+            return enter(self, eqn, values, path)
+
+    def scan(self, eqn: Any, values: list[Any], path: Path) -> list[Any]:
+        return _Scan(self, eqn, values, path).run()
+
+    def cond(self, eqn: Any, values: list[Any], path: Path) -> list[Any]:
+        def branch(jaxpr: Any) -> Callable[..., Any]:
+            return lambda *ops: self.within(Program.of(jaxpr, path), ops)
+
+        index, *operands = values
+        return jax.lax.switch(index, [branch(j) for j in eqn.params["branches"]], *operands)
+
+    def jit(self, eqn: Any, values: list[Any], path: Path) -> list[Any]:
+        inner = Program.of(eqn.params["jaxpr"], path)
+        traced = jax.make_jaxpr(lambda *a: self.within(inner, a))(*map(jax.typeof, values))
+        return _jax.bind(eqn.replace(params={**eqn.params, "jaxpr": traced}), values)
+
+    # .. structural policies on a function that is one scan, without ``at``
+
+    def scans_of(self, program: Program, args: Sequence[Any]) -> list[Any]:
+        scans = [e for e in program.eqns if e.primitive.name == "scan"]
+        if not scans:
+            raise PolicyError(
+                f"`{self.app.call}`: there are no blocks to group in one call",
+                hint="apply it to the whole model or loss with at='*/block_*', or to a scan",
+            )
+
+        def step(eqn: Any, values: list[Any]) -> list[Any]:
+            path = program.path(eqn)
+            if eqn.primitive.name != "scan":
+                return _jax.bind(eqn, values)
+            with _scoped(path[len(program.base) :]):
+                return _Scan(self, eqn, values, path, whole=True).run()
+
+        return evaluate(program, args, step)
+
+
+_ENTER: dict[str, Callable[..., list[Any]]] = {
+    "scan": BlockCutter.scan,
+    "cond": BlockCutter.cond,
+    "jit": BlockCutter.jit,
+    "pjit": BlockCutter.jit,
+}
+
+
+_NOTHING = _algebra.save(_selectors.nothing)
+
+
+class _Scan:
+    """A scan run again, in one or several loops, with regions in its body."""
+
+    def __init__(
+        self, cutter: BlockCutter, eqn: Any, values: list[Any], path: Path, *, whole: bool = False
+    ):
+        consts, carried = _jax.scan_arity(eqn)
+        self.cutter = cutter
+        self.consts = values[:consts]
+        self.carry = tuple(values[consts : consts + carried])
+        self.xs = tuple(values[consts + carried :])
+        self.length: int = eqn.params["length"]
+        self.reverse: bool = eqn.params["reverse"]
+        self.unroll = eqn.params["unroll"]
+        self.program = Program.of(eqn.params["jaxpr"], path)
+        self.whole = whole
+
+    def run(self) -> list[Any]:
+        loop, self.cutter.loop = self.cutter.loop, True
+        if self.reverse:
+            self.xs = jax.tree.map(lambda x: jnp.flip(x, 0), self.xs)
+        try:
+            carry, ys = self.loops()
+        finally:
+            self.cutter.loop = loop
+        if self.reverse:
+            ys = jax.tree.map(lambda y: jnp.flip(y, 0), ys)
+        return [*carry, *ys]
+
+    def loops(self) -> tuple[Any, Any]:
+        structure = self.cutter.structure
+        if self.length == 0:  # nothing to group
+            return self.loop(self.plain, self.carry, self.xs, 0)
+        if isinstance(structure, _structural.Uniform):
+            return self.grouped(structure.n, self.plain)
+        if isinstance(structure, _structural.Nested):
+            return self.grouped(structure.group or math.isqrt(self.length), self.regions)
+        if isinstance(structure, _structural.Block):
+            first = min(max(structure.n - self.cutter.blocks, 0), self.length)
+            self.cutter.blocks += self.length
+            return self.chained([(self.regions, 0, first), (self.plain, first, self.length)])
+        return self.loop(self.regions, self.carry, self.xs, self.length)
+
+    def plain(self, args: Sequence[Any]) -> list[Any]:
+        return evaluate(self.program, args)
+
+    def regions(self, args: Sequence[Any]) -> list[Any]:
+        if self.whole:
+            return self.cutter.region(self.program, args, self.cutter.keep)
+        app = dataclasses.replace(self.cutter.app, policy=self.cutter.keep)
+        cutter = BlockCutter(app, loop=True, prevent_cse=self.cutter.prevent_cse)
+        return cutter.within(self.program, args)
+
+    def loop(self, body: Callable[..., Any], carry: Any, xs: Any, length: int) -> tuple[Any, Any]:
+        def step(carry: Any, x: Any) -> tuple[Any, Any]:
+            outs = body([*self.consts, *carry, *x])
+            return tuple(outs[: len(carry)]), tuple(outs[len(carry) :])
+
+        return jax.lax.scan(step, carry, xs, length=length, unroll=max(1, min(self.unroll, length)))
+
+    def grouped(self, size: int, body: Callable[..., Any]) -> tuple[Any, Any]:
+        """Groups of ``size`` iterations, each group one region; the last may be shorter."""
+        groups, rest = divmod(self.length, size)
+        done = groups * size
+
+        def group(length: int) -> Callable[[Any, Any], tuple[Any, Any]]:
+            def run(carry: Any, xs: Any) -> tuple[Any, Any]:
+                args, tree = jax.tree.flatten((self.consts, carry, xs))
+
+                def inner(*args: Any) -> Any:
+                    consts, carry, xs = jax.tree.unflatten(tree, args)
+                    outer, self.consts = self.consts, consts
+                    try:
+                        return self.loop(body, carry, xs, length)
+                    finally:
+                        self.consts = outer
+
+                shapes = jax.eval_shape(inner, *args)
+                program = _traced(lambda *a: jax.tree.leaves(inner(*a)), args, self.program.base)
+                keep = self.cutter.keep if body == self.plain else _NOTHING
+                flat = self.cutter.region(program, args, keep)
+                return jax.tree.unflatten(jax.tree.structure(shapes), flat)
+
+            return run
+
+        head = jax.tree.map(lambda x: x[:done].reshape(groups, size, *x.shape[1:]), self.xs)
+        carry, ys = jax.lax.scan(group(size), self.carry, head, length=groups)
+        ys = jax.tree.map(lambda y: y.reshape(done, *y.shape[2:]), ys)
+        if rest:
+            carry, tail = group(rest)(carry, jax.tree.map(lambda x: x[done:], self.xs))
+            ys = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, tail)
+        return carry, ys
+
+    def chained(self, parts: Sequence[tuple[Callable[..., Any], int, int]]) -> tuple[Any, Any]:
+        """Several loops after one another, over slices of the iterations."""
+        carry, stacked = self.carry, []
+        for body, start, stop in parts:
+            if stop > start:
+                xs = jax.tree.map(lambda x: x[start:stop], self.xs)  # noqa: B023
+                carry, ys = self.loop(body, carry, xs, stop - start)
+                stacked.append(ys)
+        return carry, jax.tree.map(lambda *y: jnp.concatenate(y), *stacked)
+
+
+# -- parts of programs ------------------------------------------------------------------------
+
+
+def _traced(fn: Callable[..., Any], args: Sequence[Any], base: Path) -> Program:
+    return Program.of(jax.make_jaxpr(fn)(*map(jax.typeof, args)), base)
+
+
+def _scoped(parts: Sequence[str]) -> Any:
+    return jax.named_scope("/".join(parts)) if parts else contextlib.nullcontext()
+
+
+def _module_paths(eqns: Sequence[Any], base: Path, *, enter: Any = ()) -> Iterator[Path]:
+    """Yield module paths, inside the bodies that ``at=`` enters too; None for those of all."""
+    for eqn in eqns:
+        path = _paths.module_path(eqn, base)
+        yield path
+        if enter is None or eqn.primitive.name in _ENTER:
+            for body in _program.bodies(eqn):
+                yield from _module_paths(body.jaxpr.eqns, path, enter=enter)
+
+
+def _used_later(pieces: Sequence[_Piece], outvars: Sequence[Any]) -> list[set[Any]]:
+    """For each piece, the variables that later pieces or the outputs read."""
+    later: list[set[Any]] = []
+    used = {v for v in outvars if not isinstance(v, jec.Literal)}
+    for piece in reversed(pieces):
+        later.append(set(used))
+        used |= {v for e in piece.eqns for v in e.invars if not isinstance(v, jec.Literal)}
+    return later[::-1]
+
+
+def _grouped(pieces: Sequence[_Piece], size: int) -> list[_Piece]:
+    """Merge each ``size`` consecutive blocks, and what stands between them, into one piece."""
+    out: list[_Piece] = []
+    group: list[_Piece] = []
+    count = 0
+    for piece in pieces:
+        if piece.block is None and not group:
+            out.append(piece)
+            continue
+        group.append(piece)
+        count += piece.block is not None
+        if count == size:
+            out.append(_merged(group))
+            group, count = [], 0
+    tail: list[_Piece] = []
+    while group and group[-1].block is None:
+        tail.append(group.pop())
+    return [*out, *([_merged(group)] if group else []), *reversed(tail)]
+
+
+def _merged(group: Sequence[_Piece]) -> _Piece:
+    return _Piece(tuple(e for p in group for e in p.eqns), block=group[0].block)

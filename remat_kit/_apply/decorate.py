@@ -1,0 +1,551 @@
+"""Apply a policy: to functions, Linen and NNX classes and instances, layers, and scan bodies.
+
+`policy` is the one public entry. Whatever it decorates ends as a function of arrays that is
+traced, cut into regions and run (see `blocks` and `region`). Without ``at=`` the whole call is one
+region; with it every matching submodule call is one, found by its module path in the trace, inside
+scans, branches and jitted functions too, so the model itself is not edited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+
+from remat_kit import _frames, _jax, _units
+from remat_kit._apply import void as _void
+from remat_kit._apply.blocks import BlockCutter, reads_sources
+from remat_kit._apply.region import keeps_nothing
+from remat_kit._errors import UnknownNameError, UserError
+from remat_kit._frameworks import arguments as _arguments
+from remat_kit._frameworks import classes as _classes
+from remat_kit._frameworks import flax as _flax
+from remat_kit._frameworks import haiku as _haiku
+from remat_kit._frameworks.arguments import Call
+from remat_kit._policy import check as _check
+from remat_kit._policy import patterns as _patterns
+from remat_kit._policy import reading as _reading
+from remat_kit._policy import selectors as _selectors
+from remat_kit._policy import structural as _structural
+from remat_kit._policy.algebra import Policy
+from remat_kit._program import paths as _paths
+from remat_kit._program import value as _value
+from remat_kit._program.paths import Path
+from remat_kit._program.program import Program
+
+
+def policy(
+    what: Any,
+    *,
+    at: str | None = None,
+    methods: Sequence[str] | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    prevent_cse: bool | Sequence[Any] | None = None,
+) -> Callable[[Any], Any]:
+    """Return a decorator that saves, offloads or recomputes residuals as ``what`` says.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from remat_kit import policy
+    >>> @policy("dots")
+    ... def layer(x, w):
+    ...     return jnp.sin(jnp.tanh(x @ w))
+    >>> jax.grad(lambda w: layer(jnp.ones((2, 3)), w).sum())(jnp.ones((3, 3))).shape
+    (3, 3)
+
+    Args:
+      what: a preset (``"dots"``), a policy or selector, the path of a recipe, a table from a
+        configuration file, a policy callable of JAX, or None (the decorator then changes nothing).
+      at: a pattern of module paths. Each matching submodule call is one region of its own
+        (``"*/block_*"``); without it the decorated call is the region. ``*`` stays inside one
+        component of a path, ``**`` does not.
+      methods: the methods of a module class that become regions; ``__call__`` by default.
+      static_argnums: positions of arguments that are not traced, as in the signature of what is
+        decorated: ``self`` is 0 for a class and a method, as it is for `nn.remat`.
+      static_argnames: the same by name.
+      prevent_cse: as in `jax.checkpoint`. By default it is chosen: True, but False in the body of
+        a scan or a while loop, where the compiler cannot merge the two computations anyway and
+        the barrier costs time.
+
+    Returns:
+      A decorator for a function, a Linen or NNX module class, an instance of one (bound to its
+      parent or not), a method, or a scan body. Parameters keep their names and places.
+
+    Raises:
+      UnknownNameError: at the first trace, for a name, a module pattern or a primitive of the
+        policy, or an ``at``, that the decorated function does not have; at once for a preset.
+      PolicyError: ``what`` is no policy; or, when it is called, the function is a training step.
+
+    Warns:
+      RematKitWarning: at the first trace, once for each decorator and reason, where the policy or a
+        part of it has no effect: a rule selects none of the values, no input has a gradient,
+        ``prevent_cse=False`` outside of a loop, or this version of JAX cannot offload.
+
+    A policy belongs on the function that is differentiated, not on a function that takes the
+    gradient: in a training step the loss is differentiated before a policy around the step sees
+    it. The rule is this. A function that takes a gradient itself (`jax.grad`, `jax.vjp`,
+    `nnx.grad`, also in a jit or a loop) may be decorated if
+
+    * its result is a scalar, or ``(scalar, aux)`` where the scalar depends on the gradient, such as
+      a penalty on a gradient: it is a loss; or
+    * something differentiates the call, as in MAML or a loss of an energy model's forces.
+
+    Otherwise the function is a step, and a `PolicyError` says where to put the policy, if that is
+    certain: the function returns updated parameters, the gradients of an argument of several
+    arrays, or has the state of an optimizer among its arguments. Without ``at=`` only the last of
+    these is certain, for updated parameters may be those of the inner step of MAML, evaluated
+    without the outer gradient. Where it is not certain and likely, a `RematKitWarning` says the
+    same. Others, such as a block that computes forces, run as they are.
+
+    Arguments are traced as `jax.checkpoint` traces them: arrays, and Python's numbers and bools.
+    A bool or an int whose value the function needs (for an ``if``, a ``range`` or a shape) is
+    found by the error that it causes; the function is then traced again with it as a Python value,
+    so flags such as ``train=True`` need no ``static_argnums``. A float that steers Python code
+    does. What is no array (None, a string, a function) is a Python value always, and so is what an
+    Equinox module holds beside its arrays.
+
+    Follows `jax.checkpoint`, `nn.remat`, `nnx.remat` and `equinox.filter_checkpoint`, each of which
+    accepts one kind of policy.
+    """
+    chosen = _reading.as_policy(what, call=f"policy({_text(what)})")
+    if chosen is None:
+        return lambda target: target
+    application = Application(
+        policy=chosen,
+        at=at,
+        static_argnums=_indices(static_argnums),
+        static_argnames=(static_argnames,)
+        if isinstance(static_argnames, str)
+        else tuple(static_argnames),
+        prevent_cse=tuple(prevent_cse) if isinstance(prevent_cse, (list, tuple)) else prevent_cse,
+        call=f"policy({_text(what)}{'' if at is None else f', at={at!r}'})",
+    )
+    return functools.partial(_decorate, application, methods=methods)
+
+
+def name(x: Any, name: str) -> Any:
+    """Give a value (or every leaf of a pytree) a name that `named` selects.
+
+    >>> import jax.numpy as jnp
+    >>> float(name(jnp.float32(1.0), "attn_out"))
+    1.0
+
+    The same as `jax.ad_checkpoint.checkpoint_name`, which models may use directly. The shapes and
+    values of ``x`` stay the same.
+    """
+    from jax.ad_checkpoint import checkpoint_name
+
+    return checkpoint_name(x, name)
+
+
+def _indices(numbers: int | Sequence[int]) -> tuple[int, ...]:
+    return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+
+
+def _text(what: Any) -> str:
+    if isinstance(what, (dict, list, tuple, set)):
+        return _units.shortened(what)  # it may hold itself
+    text = repr(what)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# -- what is decorated ------------------------------------------------------------------------
+
+
+def _decorate(app: Application, target: Any, methods: Sequence[str] | None = None) -> Any:
+    if isinstance(target, (staticmethod, classmethod)):
+        return type(target)(_decorate(app, target.__func__, methods))
+    app.check_names(target, methods)
+    if isinstance(target, type) or _flax.is_linen_class(target):
+        return _class(dataclasses.replace(app, calls=[]), target, methods)
+    if _flax.is_linen(target):
+        return _linen_instance(app, target, methods)
+    if _flax.is_nnx(target) or _haiku.is_module(target):
+        return _classes.sharing(target, _class_of_instances(app, type(target), methods))
+    if type(target) is jax.tree_util.Partial and methods is None:
+        return _partial(app, target)
+    if _classes.is_callable_pytree(target):
+        return _classes.of_class(target, _class_of_instances(app, type(target), methods))
+    if methods is not None:
+        raise UserError(
+            f"`{app.call}`: methods={tuple(methods)} was given for {target!r}",
+            hint="methods= is for a module class or instance; leave it out for a function",
+        )
+    _check_callable(app, target)
+    return app.function(target)
+
+
+def _check_callable(app: Application, target: Any) -> None:
+    if not callable(target):
+        raise UserError(
+            f"`{app.call}`: {target!r} cannot be decorated",
+            hint="decorate a function, a module class or an instance of one",
+        )
+    inner = inspect.unwrap(target)
+    if inspect.isgeneratorfunction(inner) or inspect.iscoroutinefunction(inner):
+        raise UserError(
+            f"`{app.call}`: {inner.__qualname__} is a generator or a coroutine, so calling it "
+            "computes nothing yet",
+            hint="decorate the functions that it calls",
+        )
+
+
+def _class(app: Application, cls: Any, methods: Sequence[str] | None) -> Any:
+    """Return a subclass, under the same name, whose methods are regions."""
+    if _flax.is_linen_class(cls):
+        made = _flax.lift_linen(cls, app, methods)
+        _classes.remember(made, _class, app, cls, methods)
+    else:
+        made = _subclass(cls, app, tuple(methods or ("__call__",)))
+    _decorated[made] = app
+    return made
+
+
+def _subclass(cls: type, app: Application, methods: Sequence[str]) -> type:
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        found = app.function(method)
+        return _haiku.transparent(found) if _haiku.is_module_class(cls) else found
+
+    made = _classes.subclass(cls, wrap, methods, call=app.call, **{_APPLIED: app})
+    _classes.remember(made, _class_of_instances, app, cls, tuple(methods))
+    if _classes.is_pytree_class(cls):
+        _classes.register(made, cls)
+    return made
+
+
+def _class_of_instances(app: Application, cls: type, methods: Sequence[str] | None) -> type:
+    """One class for all instances, so that their pytrees have one structure and can be stacked."""
+    chosen = tuple(methods or ("__call__",))
+    try:
+        return _cached_subclass(cls, app, chosen)
+    except TypeError:  # `prevent_cse` is a pytree that cannot be hashed
+        return _subclass(cls, app, chosen)
+
+
+@functools.cache
+def _cached_subclass(cls: type, app: Application, methods: tuple[str, ...]) -> type:
+    return _subclass(cls, app, methods)
+
+
+def _partial(app: Application, target: jax.tree_util.Partial) -> jax.tree_util.Partial:
+    """Decorate the function of a partial; what it is bound to stays in the pytree."""
+    bound = len(target.args)
+    argnums = tuple(i + bound if i >= 0 else i for i in app.static_argnums)
+    inner = _decorate(dataclasses.replace(app, static_argnums=argnums), target.func)
+    return jax.tree_util.Partial(inner, *target.args, **target.keywords)
+
+
+def _linen_instance(app: Application, module: Any, methods: Sequence[str] | None) -> Any:
+    if not _flax.is_bound(module):
+        return _flax.linen_like(module, _class(app, type(module), methods))
+
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    lifted = _flax.lift_linen(call, app)
+    return functools.partial(lifted, module)
+
+
+@dataclasses.dataclass(frozen=True)
+class Application:
+    """A policy and the way it is applied."""
+
+    policy: Policy
+    at: str | None
+    static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
+    prevent_cse: Any
+    call: str
+    calls: list[bool] = dataclasses.field(default_factory=list, compare=False)  # empty until one
+    # which arguments had to be Python values (`_arguments.trace`)
+    constants: set[str] = dataclasses.field(default_factory=set, compare=False)
+    warned: set[str] = dataclasses.field(default_factory=set, compare=False)  # each once
+
+    def check_names(self, target: Any, methods: Sequence[str] | None) -> None:
+        """Raise for a static argument that what is decorated has no parameter for."""
+        cls = target.func if isinstance(target, functools.partial) else target
+        if not isinstance(cls, type):
+            modules = (_flax.is_linen, _flax.is_nnx, _haiku.is_module, _classes.is_callable_pytree)
+            cls = type(target) if any(is_one(target) for is_one in modules) else None
+        if cls is jax.tree_util.Partial:  # its function is decorated
+            return
+        if cls is None:
+            functions = [target]
+        else:
+            functions = [getattr(cls, m, None) for m in methods or ("__call__",)]
+        _arguments.check_names(self.static_argnames, functions, self.call)
+
+    def function(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``fn`` with its calls cut into regions; its arguments may hold Flax modules."""
+
+        @_jax.entry
+        @functools.wraps(fn)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            module = _flax.bound_linen(args, kwargs)
+            if module is not None:
+                self.check_one_flag("a Flax module")
+                return _flax.call_linen(fn, module, args, kwargs, self)
+            inner, first, named = _flax.opened_nnx(fn)
+            args, kwargs = (*first, *args), {**named, **kwargs}
+            inner = _flax.scoped_method(inner, args)
+            pure, args, kwargs = self.without_static(inner, args, kwargs, fn, skip=-len(first))
+            optimizer = _void.holds_optimizer((args, kwargs))
+            run = _haiku.threaded(functools.partial(self.run, optimizer=optimizer))
+            if _flax.holds_nnx((args, kwargs)):
+                self.check_one_flag("a Flax module")
+                return _flax.run_nnx(run, pure, args, kwargs)
+            return run(pure, args, kwargs)
+
+        wrapped.__dict__[_APPLIED] = self
+        return wrapped
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        optimizer: bool = False,
+    ) -> Any:
+        """Call a function of arrays, cut into regions.
+
+        Args:
+          fn, args, kwargs: the call.
+          optimizer: whether the state of an optimizer is among the arguments.
+        """
+        if not self.calls:
+            self.calls.append(True)
+        if self.at is not None or isinstance(self.policy, _structural.Structural):
+            self.check_one_flag("a policy with several regions")
+        loop = _jax.inside_loop()
+        base = _paths.join_scopes(_jax.current_scopes())
+        with _flax.nnx_scopes():
+            call, traced = _arguments.attempt(Call.trace, fn, args, kwargs, self.constants)
+        first = not self.calls[1:]
+        closed = traced.closed
+        result = call.result(traced, closed.out_avals)
+        self._check_step(fn, (*args, *kwargs.values()), closed, result, base, optimizer)
+        program = Program.traced(traced, base)
+        with self._hint_on_equinox((args, kwargs)):
+            self._check(program)
+        if first:
+            self.calls.append(True)
+            self._warn(program, call.arrays)
+        self._warn_of_cse(program, call.arrays, loop)
+        flags = self._flags(call, args, kwargs)
+        with self._hint_on_effects():
+            if self.at is None and keeps_nothing(self.policy):
+                return self._recomputed(call, not loop if flags is None else flags)
+            if self._has_no_derivative(traced, call.arrays):
+                run = jec.jaxpr_as_fun(closed)
+                return call.result(traced, run(*traced.consts, *call.arrays))
+            return call.result(traced, BlockCutter(self, loop, flags).run(program, call.arrays))
+
+    def _has_no_derivative(self, traced: _jax.Traced, arrays: Sequence[Any]) -> bool:
+        """Tell whether nobody can differentiate a call, so that regions would change nothing.
+
+        Such a call runs as JAX runs it, functions under `jax.jit` compiled. One under a policy that
+        makes regions of its own is still compared with it.
+        """
+        if isinstance(self.policy, _structural.Structural):
+            return False
+        inputs = (*traced.consts, *arrays)
+        return not any(isinstance(x, _jax.Tracer) and _void.is_inexact(x) for x in inputs)
+
+    def _recomputed(self, call: Call, prevent_cse: bool | tuple[bool, ...]) -> Any:
+        """Call a function under `jax.checkpoint`, which finds it traced and keeps nothing."""
+        cse: Any = prevent_cse
+        if isinstance(cse, tuple):
+            cse = call.like_arguments(cse)
+        with _flax.nnx_scopes():
+            return call.apply(lambda fn: _jax.checkpoint(fn, prevent_cse=cse))
+
+    def _flags(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool | tuple[bool, ...] | None:
+        """Return ``prevent_cse`` with one flag for each array of a call where it has several."""
+        if self.prevent_cse is None or isinstance(self.prevent_cse, bool):
+            return self.prevent_cse
+        flags = _arguments.flags(self.prevent_cse, (args, kwargs) if kwargs else args, self.call)
+        return tuple(f for f, traced in zip(flags, call.traced, strict=True) if traced)
+
+    def check_one_flag(self, what: str) -> None:
+        """Refuse flags for single arguments where a region has other inputs than the arguments."""
+        if self.prevent_cse is not None and not isinstance(self.prevent_cse, bool):
+            raise UserError(
+                f"`{self.call}`: prevent_cse={self.prevent_cse!r} has a flag for each argument, "
+                f"which {what} cannot have",
+                hint="give one bool, or leave prevent_cse out",
+            )
+
+    @contextlib.contextmanager
+    def _hint_on_effects(self) -> Iterator[None]:
+        """Add a hint to the error of JAX for an effect that a region cannot repeat."""
+        try:
+            yield
+        except NotImplementedError as error:
+            if "Effects not supported in" in str(error):
+                error.add_note(
+                    f"hint: `{self.call}`: a region may run twice, which JAX refuses for this "
+                    "effect, as `jax.checkpoint` does; move the callback out of the region, or use "
+                    "`jax.debug.callback` or `jax.pure_callback`"
+                )
+            raise
+
+    def _matches(self) -> _void.Matches | None:
+        at = self.at
+        if at is None:
+            return None
+        return lambda path: _patterns.prefix_matching(at, "/".join(path)) is not None
+
+    def _check_step(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        closed: Any,
+        result: Any,
+        base: Path,
+        optimizer: bool,
+    ) -> None:
+        warning = _void.check_step(
+            self.policy,
+            closed,
+            result,
+            base=base,
+            matches=self._matches(),
+            arguments=[[x for x in jax.tree.leaves(a) if hasattr(x, "dtype")] for a in args],
+            optimizer=optimizer,
+            function=getattr(fn, "__name__", type(fn).__name__),
+            call=self.call,
+        )
+        if warning is not None:
+            self._warn_once(*warning)
+
+    def _warn(self, program: Program, values: Sequence[Any]) -> None:
+        """Warn of what makes the policy void; called at the first trace."""
+        if isinstance(self.policy, _structural.Planned):
+            return
+        matches, call = self._matches(), f"`{self.call}`"
+        if not _void.has_gradient(program, values, matches):
+            self._warn_once(
+                f"{call}: no input of what is decorated has a gradient, so nothing is recomputed",
+                "decorate what takes the parameters or the activations; integers, masks and keys "
+                "have no gradient",
+            )
+            return
+        full = reads_sources(self.policy)
+        for rule, seen in _void.unmatched(self.policy, program, matches, full=full):
+            self._warn_once(
+                f"{call}: {rule!r} selects none of the values here, so it has no effect",
+                _void.explain(rule, seen),
+            )
+        if _jax.drops_offload() and _void.offloads(self.policy):
+            self._warn_once(
+                f"{call}: jax {jax.__version__} does not offload under jax_remat3, so what the "
+                "policy offloads is recomputed",
+                "use a newer jax, or set jax_remat3 to False",
+            )
+
+    def _warn_of_cse(self, program: Program, values: Sequence[Any], loop: bool) -> None:
+        """Warn where the compiler sees both passes in one program and merges them."""
+        if self.prevent_cse is not False or loop or _void.in_a_loop(program, self._matches()):
+            return
+        if any(map(_jax.compiled_with_its_gradient, values)):
+            self._warn_once(
+                f"`{self.call}`: with prevent_cse=False outside of a loop the compiler merges what "
+                "is recomputed with the forward pass, so nothing is saved",
+                "leave prevent_cse out; it is then chosen",
+            )
+
+    def _warn_once(self, message: str, hint: str) -> None:
+        if message not in self.warned:
+            self.warned.add(message)
+            _frames.warn(message, hint)
+
+    def untraced(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function of arrays as it is, with the arguments that `run` would give it."""
+        return _arguments.untraced(fn, args, kwargs, self.constants)
+
+    def without_static(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        signature_of: Any,
+        skip: int,
+    ) -> _arguments.Split:
+        """Close ``fn`` over the arguments that the user calls static."""
+        return _arguments.without_static(
+            fn,
+            args,
+            kwargs,
+            argnums=self.static_argnums,
+            argnames=self.static_argnames,
+            signature_of=signature_of,
+            skip=skip,
+            call=self.call,
+        )
+
+    @contextlib.contextmanager
+    def _hint_on_equinox(self, args: Any) -> Iterator[None]:
+        """Say that Equinox writes no module paths, where a path is not found for that reason."""
+        try:
+            yield
+        except UnknownNameError as error:
+            if not error.message.count(": no module is named") or not _arguments.holds_equinox(
+                args
+            ):
+                raise
+            raise UnknownNameError(
+                f"{error.message}; the fields of an Equinox module are no paths in a trace",
+                hint="call the field under `jax.named_scope('name')` in the module, which gives it "
+                "a path, or decorate the field itself with `eqx.tree_at(lambda m: m.field, model, "
+                "replace_fn=remat_kit.policy(...))`",
+            ) from None
+
+    def _check(self, program: Program) -> None:
+        if self.at is not None:
+            BlockCutter(self, loop=False).check_at(program)
+        if _checkable(self.policy):
+            values = _value.values(program, full=False)
+            _check.check(self.policy, values, call=self.call)
+
+
+_decorated: weakref.WeakKeyDictionary[type, Application] = weakref.WeakKeyDictionary()
+
+
+def uncalled() -> dict[type, str]:
+    """Return the decorated module classes that nothing has called so far, with their decorators."""
+    return {c: f"remat_kit.{app.call}" for c, app in _decorated.items() if not app.calls}
+
+
+def applied(fn: Any) -> tuple[Policy | None, str | None]:
+    """Return the policy that `policy` applied to a function last, and its ``at``; None for none.
+
+    >>> applied(policy("dots", at="*/block_*")(lambda x: x)), applied(len)
+    ((save(dots), '*/block_*'), (None, None))
+    """
+    while isinstance(fn, functools.partial) and not hasattr(fn, _APPLIED):
+        fn = fn.func
+    found = getattr(fn, _APPLIED, None)
+    return (None, None) if found is None else (found.policy, found.at)
+
+
+_APPLIED = "__remat_kit_policy__"
+
+
+@functools.cache
+def _checkable(policy: Policy) -> bool:
+    kinds = (_selectors.Named, _selectors.Module, _selectors.Primitive)
+    return isinstance(policy, _structural.Segments) or any(
+        isinstance(leaf, kinds) for leaf in policy.leaves()
+    )

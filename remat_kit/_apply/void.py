@@ -1,0 +1,347 @@
+"""Why does a policy have no effect here? The errors and warnings of an application.
+
+A policy that does nothing looks like one that works until the step runs out of memory. Each check
+looks at the traced function that a policy is applied to:
+
+* A training step has already differentiated its loss, so no region in it is ever recomputed. This
+  is an error, because moving the policy to the loss is always right.
+* A rule selects none of the values, or no input of a region has a gradient. The model may be made
+  so, and the same policy may serve several models: this is a `RematKitWarning`.
+* The compiler or this version of JAX undoes what the policy asks for, which is a warning too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+
+from remat_kit import _frames, _jax
+from remat_kit._errors import PolicyError, UserError, near_matches
+from remat_kit._policy import algebra as _algebra
+from remat_kit._policy import check as _check
+from remat_kit._policy import selectors as _selectors
+from remat_kit._policy import structural as _structural
+from remat_kit._policy.algebra import Decision, Policy, Rule, Selector
+from remat_kit._program import paths as _paths
+from remat_kit._program import program as _program
+from remat_kit._program import taken as _taken
+from remat_kit._program import value as _value
+from remat_kit._program.paths import Path
+from remat_kit._program.program import Program
+from remat_kit._program.value import Value
+from remat_kit._units import format_bytes
+
+Matches = Callable[[Path], bool]
+
+
+def check_at(policy: Any, at: str | None, call: str) -> None:
+    """Raise for ``at=`` without a policy that it could apply.
+
+    >>> check_at("dots", "*/block_*", "inspect")
+    """
+    if at is not None and policy is None:
+        raise UserError(
+            f"`{call}(..., at={at!r})`: there is no policy to apply at these modules",
+            hint="give policy= too, or leave at= out",
+        )
+
+
+# -- a policy on a step -----------------------------------------------------------------------
+
+
+def check_step(
+    policy: Policy,
+    closed: Any,
+    result: Any,
+    *,
+    base: Path,
+    matches: Matches | None,
+    arguments: Sequence[Any],
+    optimizer: bool,
+    function: str,
+    call: str,
+) -> tuple[str, str] | None:
+    """Raise for a policy on a function that has differentiated its loss already.
+
+    The error is given only where it is certain. A function that takes a gradient may be
+    differentiated once more, as the inner step of MAML or the forces of an energy model are. So it
+    is no error while anything differentiates the call, and none where the result is a loss.
+
+    Args:
+        policy: what is applied.
+        closed: the traced function.
+        result: its result, in shapes.
+        base: the module path of the call.
+        matches: tells whether ``at=`` takes a module path; None without ``at=``.
+        arguments: the arguments of the function, pytrees of arrays.
+        optimizer: whether the state of an optimizer is among the arguments.
+        function: the name of the function.
+        call: the application, as the user wrote it.
+
+    Returns:
+        A warning, as its message and its hint, where the function looks like a step but may be
+        something else; None otherwise.
+
+    Raises:
+        PolicyError: the function is a step.
+    """
+    found = _taken.taken(closed)
+    if found is None or _taken.is_loss(found, result) or _taken.being_differentiated():
+        return None
+    updates = any(found.updated)
+    suspected = certain = updates or optimizer
+    if matches is not None:
+        blocks = [inside for path, inside in _places(closed.jaxpr, base, False) if matches(path)]
+        suspected = bool(blocks) and (certain or all(blocks))
+        certain = suspected and (certain or _returns_gradients(found, result, arguments))
+    elif isinstance(policy, _structural.Planned):
+        suspected = certain = True  # a plan is made for a loss
+    elif not isinstance(policy, _structural.Structural):
+        certain = optimizer
+    if not suspected:
+        return None
+    message, hint = _misplaced(found, function, call)
+    if certain:
+        raise PolicyError(message, hint=hint)
+    return (
+        f"{message}, unless something differentiates this call in another place",
+        f"{hint}; where this is a part of another loss, nothing needs to be done",
+    )
+
+
+def _returns_gradients(found: _taken.Taken, result: Any, arguments: Sequence[Any]) -> bool:
+    """Tell whether a gradient of some parameters is returned: of an argument of several arrays.
+
+    The gradient by a single array may be a force, by which a model is trained.
+    """
+    several = (a for a in arguments if len(jax.tree.leaves(a)) > 1)
+    return any(_taken.returns_gradient_of(found, result, a) for a in several)
+
+
+def _misplaced(found: _taken.Taken, function: str, call: str) -> tuple[str, str]:
+    """Return a message and a hint about a policy on a function that takes a gradient."""
+    loss, file, line = _jax.gradient_site(found.equation, _frames.is_library_file)
+    site = f" at {_paths.short_path(file)}:{line}" if line else ""
+    name = loss if loss.isidentifier() else "loss"
+    decorator = "remat_kit.policy(...)" if "..." in call else f"remat_kit.{call}"
+    return (
+        f"`{call}`: `{function}` takes a gradient itself{site}, so its parts are differentiated "
+        "before the policy reaches them, and nothing of them would be recomputed",
+        f"put the policy on the loss that is differentiated: `{name} = {decorator}({name})` "
+        f"before the line that takes its gradient{f' ({file}:{line})' if line else ''}",
+    )
+
+
+def _places(jaxpr: Any, base: Path, inside: bool) -> Iterator[tuple[Path, bool]]:
+    """Yield the module path of each equation, and whether it is differentiated in this function."""
+    for eqn in jaxpr.eqns:
+        path = _paths.module_path(eqn, base)
+        within = inside or _taken.differentiated(eqn)
+        bodies = [b for b in _program.bodies(eqn) if b.kind != "rule"]
+        for body in bodies:
+            yield from _places(getattr(body.jaxpr, "jaxpr", body.jaxpr), path, within)
+        if not bodies:
+            yield path, within
+
+
+def holds_optimizer(args: Any) -> bool:
+    """Tell whether the state of an optimizer is among the arguments: of optax, or one of NNX."""
+
+    def is_state(x: Any) -> bool:
+        return any(
+            c.__module__.startswith("optax.") or (c.__module__, c.__name__) == _NNX_OPTIMIZER
+            for c in type(x).__mro__
+        )
+
+    return any(map(is_state, jax.tree.leaves(args, is_leaf=is_state)))
+
+
+_NNX_OPTIMIZER = ("flax.nnx.training.optimizer", "Optimizer")
+
+
+# -- what matches nothing ---------------------------------------------------------------------
+
+
+def unmatched(
+    policy: Policy, program: Program, matches: Matches | None, *, full: bool
+) -> list[tuple[Any, list[Value]]]:
+    """Return each rule that selects no value of the regions, with the values that there are.
+
+    What a derivative rule makes counts too, so the program is differentiated before a rule is said
+    to match nothing; of a program that has no derivative nothing is said.
+
+    Args:
+        policy: what is applied.
+        program: what it is applied to.
+        matches: tells whether ``at=`` takes a module path; None without ``at=``.
+        full: whether a selector reads source lines.
+    """
+    left = [rule for rule in dict.fromkeys(policy.rules()) if _means_something(rule)]
+    seen: list[Value] = []
+
+    def look_at(program: Program) -> None:
+        for value in _value.values(program, full=full) if left else ():
+            if matches is None or matches(tuple(filter(None, value.module.split("/")))):
+                seen.append(value)
+                left[:] = [rule for rule in left if not rule.matches(value)]
+                if not left:
+                    return
+
+    look_at(program)
+    derived = _differentiated(program) if left and seen else None
+    if derived is None:
+        return []
+    look_at(derived)
+    return [(rule, seen) for rule in left]
+
+
+def _means_something(rule: Any) -> bool:
+    """Tell whether a rule wants to find something in this function.
+
+    ``save(nothing)`` does not. ``save(dots)`` says which values are too dear to recompute, for any
+    function, and where there are none it has done what it says. Of JAX's policies only those that
+    are made of names can be asked.
+    """
+    if isinstance(rule, _algebra.Wrapped):
+        return any(_jax.policy_names(rule.fn).values())
+    of_any_function = (_selectors.everything, _selectors.dots, _selectors.dots_no_batch)
+    if rule.decision is Decision.SAVE and rule.selector in of_any_function:
+        return False
+    return rule.selector != _selectors.nothing
+
+
+def _differentiated(program: Program) -> Program | None:
+    """Return the program with what its derivative rules make in the forward pass, if it has any."""
+    avals = [v.aval for v in program.invars]
+    diff = [i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.inexact)]
+    plain = Program(program.invars, program.outvars, program.eqns, base=program.base)
+
+    def forward(*xs: Any) -> Any:
+        def of_differentiable(*ds: Any) -> list[Any]:
+            given = list(xs)
+            for i, d in zip(diff, ds, strict=True):
+                given[i] = d
+            return _program.evaluate(plain, given)
+
+        return jax.tree.leaves(jax.vjp(of_differentiable, *(xs[i] for i in diff)))
+
+    try:
+        return Program.of(jax.make_jaxpr(forward)(*avals), program.base)
+    except Exception:  # it is called without a gradient, or JAX will say what is wrong with it
+        return None
+
+
+def explain(rule: Any, values: Sequence[Value]) -> str:
+    """Say why a rule selects none of the values, and what there is instead.
+
+    >>> from remat_kit import named, save
+    >>> explain(save(named("atn_out", strict=False)), [Value(names=("attn_out",))])
+    "no value is named 'atn_out'; did you mean 'attn_out'?"
+    """
+    if isinstance(rule, _algebra.Wrapped):
+        wanted = sorted(frozenset().union(*_jax.policy_names(rule.fn).values()))
+        return _reason(_selectors.named(*wanted), values)
+    leaves = list(dict.fromkeys(rule.leaves()))
+    reasons = [_reason(leaf, values) for leaf in leaves if not any(map(leaf.matches, values))]
+    if reasons:
+        return "; ".join(reasons)
+    return "each part of it selects some value, and no value is selected by all that it needs"
+
+
+def _reason(leaf: Selector, values: Sequence[Value]) -> str:
+    if isinstance(leaf, _selectors.Named):
+        names = sorted({n for v in values for n in v.names})
+        return f"no value is named {_either(leaf.patterns)}{_instead(leaf.patterns, names)}"
+    if isinstance(leaf, _selectors.Module):
+        paths = {v.module for v in values}
+        known = {p for pattern in leaf.patterns for p in _check.similar_paths(pattern, paths)}
+        return f"no module is {_either(leaf.patterns)}{_instead(leaf.patterns, sorted(known))}"
+    if isinstance(leaf, _selectors.Primitive):
+        known = sorted({p for v in values for p in v.primitives})
+        return f"no operation is {_either(leaf.patterns)}{_instead(leaf.patterns, known)}"
+    if isinstance(leaf, _selectors.Dtype):
+        known = sorted({v.dtype for v in values})
+        return f"no value is of type {_either(leaf.patterns)}{_instead(leaf.patterns, known)}"
+    if isinstance(leaf, (_selectors.LargerThan, _selectors.SmallerThan)):
+        sizes = [v.bytes for v in values]
+        return f"the values take {format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
+    if leaf == _selectors.collective:
+        return (
+            "the function calls no collective; under automatic partitioning the compiler adds them "
+            "after the policy has decided: use shard_map, or name what they bring"
+        )
+    known = ", ".join(sorted({p for v in values for p in v.primitives})[:12])
+    return f"{leaf!r} selects nothing; the operations are {known}"
+
+
+def _either(patterns: Iterable[str]) -> str:
+    shown = [repr(p) for p in patterns]
+    return " or ".join(shown) if len(shown) < 5 else f"any of {', '.join(shown)}"
+
+
+def _instead(patterns: Sequence[str], known: Sequence[str]) -> str:
+    near = list(dict.fromkeys(k for p in patterns for k in near_matches(p, known, 1)))
+    if near:
+        return f"; did you mean {' or '.join(map(repr, near[:3]))}?"
+    if not known:
+        return "; there is none here at all"
+    more = f", … ({len(known)} in all)" if len(known) > 12 else ""
+    return f"; there are {', '.join(map(repr, known[:12]))}{more}"
+
+
+# -- other reasons ----------------------------------------------------------------------------
+
+
+def has_gradient(program: Program, args: Sequence[Any], matches: Matches | None) -> bool:
+    """Tell whether any input of the regions can have a gradient: a real or complex number."""
+    if matches is None:
+        traced = [c for c in program.consts if isinstance(c, _jax.Tracer)]
+        return not args or any(map(is_inexact, (*traced, *args)))
+    inside = [eqn for path, eqn in _equations(program.eqns, program.base) if matches(path)]
+    atoms = [v for eqn in inside for v in eqn.invars if not isinstance(v, jec.Literal)]
+    return not inside or any(_is_inexact(v.aval) for v in atoms)
+
+
+def is_inexact(x: Any) -> bool:
+    """Tell whether a value is a real or complex number, which can have a gradient."""
+    return _is_inexact(jax.typeof(x))
+
+
+def _is_inexact(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _equations(eqns: Sequence[Any], base: Path) -> Iterator[tuple[Path, Any]]:
+    for eqn in eqns:
+        path = _paths.module_path(eqn, base)
+        yield path, eqn
+        for body in _program.bodies(eqn):
+            yield from _equations(body.jaxpr.eqns, path)
+
+
+def in_a_loop(program: Program, matches: Matches | None) -> bool:
+    """Tell whether any region is in a loop of the program."""
+    loops = [(p, e) for p, e in _equations(program.eqns, program.base) if _is_loop(e)]
+    if matches is None:
+        return False
+    return any(
+        matches(path)
+        for where, eqn in loops
+        for body in _program.bodies(eqn)
+        for path, _ in _equations(body.jaxpr.eqns, where)
+    )
+
+
+def _is_loop(eqn: Any) -> bool:
+    return eqn.primitive.name in ("scan", "while")
+
+
+def offloads(policy: Policy) -> bool:
+    """Tell whether a rule of a policy offloads something."""
+    rules = (rule for rule in policy.rules() if isinstance(rule, Rule))
+    return any(r.decision is Decision.OFFLOAD and r.selector != _selectors.nothing for r in rules)

@@ -1,0 +1,182 @@
+"""Predict which arrays a compiler writes to memory, and at what precision.
+
+A compiler fuses operations: an array that only one fusion reads exists in registers and takes no
+memory. The compilers differ. XLA's CPU compiler writes an array to memory if two fusions would
+both compute it. On GPUs, cheap operations are computed inside every elementwise operation or
+reduction that reads them; on TPUs, they are computed inside matrix products too. `layout` predicts
+this for each array of the forward pass. The rules describe programs compiled with jax 0.10.2 to
+0.12; `tests/backend/test_fusion.py` and ``benchmarks/results/planner_*`` compare them with the
+compilers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from remat_kit._program import ops as _ops
+from remat_kit._program.ops import is_fusible, is_rounding, is_single_gather, is_view, reduces
+
+# -- a program ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class FusionFlow:
+    """The data flow of a program: which operation computes each array and which ones read it.
+
+    Arrays and operations are numbered; the arguments of the program are the first arrays.
+
+    Attributes:
+        eqns: the operations.
+        reads, makes: for each operation, the arrays that it reads and computes. A view computes
+            no array.
+        needs: for each operation, the arrays that its derivative reads; empty if it has no
+            derivative.
+        avals: the shape and dtype of each array.
+        producers: for each array, the operation that computes it; -1 for an argument.
+        active: the arrays that receive a cotangent.
+        outputs: for each result of the program, its array, or -1.
+    """
+
+    eqns: Sequence[Any]
+    reads: Sequence[tuple[int, ...]]
+    makes: Sequence[tuple[int, ...]]
+    needs: Sequence[tuple[int, ...]]
+    avals: Sequence[Any]
+    producers: Sequence[int]
+    active: set[int]
+    outputs: Sequence[int]
+
+    @functools.cached_property
+    def users(self) -> list[list[int]]:
+        """For each array, the operations that read it; views are left out."""
+        found: list[list[int]] = [[] for _ in self.avals]
+        for i, tensors in enumerate(self.reads):
+            if self.makes[i] or not is_view(self.eqns[i]):
+                for t in tensors:
+                    found[t].append(i)
+        return found
+
+    @functools.cached_property
+    def needed(self) -> set[int]:
+        """The arrays that the derivative of some operation reads."""
+        return {t for tensors in self.needs for t in tensors}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Which arrays a compiler writes to memory.
+
+    Attributes:
+        written: for each array, whether the forward pass writes it to memory.
+        halved: the arrays that are stored in half precision.
+        flowing: for each array, whether the backward pass writes its cotangent to memory.
+    """
+
+    written: list[bool]
+    halved: set[int]
+    flowing: list[bool]
+
+
+def layout(flow: FusionFlow, platform: str, stacked: bool) -> Layout:
+    """Predict which arrays of a program the compiler for ``platform`` writes to memory.
+
+    ``stacked`` says that the program is the body of a scan.
+    """
+    fusible = [is_fusible(e) for e in flow.eqns]
+    # `merging` marks the operations that the compiler fuses others into. What one iteration of a
+    # scan saves is written to memory as it is.
+    merging = [
+        f or (platform == "tpu" and not stacked and e.primitive.name == "dot_general")
+        for f, e in zip(fusible, flow.eqns, strict=True)
+    ]
+    # XLA's CPU compiler writes an array to memory if two fusions would both compute it.
+    writing = {
+        t
+        for i, tensors in enumerate(flow.needs)
+        if platform == "cpu" or not merging[i]
+        for t in tensors
+    }
+    written = [
+        producer >= 0
+        and (
+            not fusible[producer]
+            or any(not merging[u] and not reduces(flow.eqns[u]) for u in flow.users[t])
+            or t in writing
+        )
+        for t, producer in enumerate(flow.producers)
+    ]
+    halved = _rounded(flow) if platform == "tpu" else set[int]()
+    flowing = [w and t in flow.active for t, w in enumerate(written)]
+    if merging != fusible:
+        for t, source in _ends(flow, written, halved):
+            written[t], flowing[t], flowing[source] = True, flowing[source], False
+        made = _from_products(flow, fusible)
+        for t in flow.active:
+            if flowing[t] and t not in made and merging[flow.producers[t]]:
+                flowing[t] = False
+    return Layout(written, halved, flowing)
+
+
+def _rounded(flow: FusionFlow) -> set[int]:
+    """Return the arrays that a TPU stores in half precision.
+
+    XLA's TPU compiler multiplies float32 matrices in bfloat16 by default. If only such products
+    read an array, XLA stores the array in bfloat16 (v5e, jax 0.12; `tests/planner/test_build.py`
+    compares with ``jax.default_matmul_precision("highest")``).
+    """
+    found, whole = set[int](), set(flow.outputs)
+    for i, eqn in enumerate(flow.eqns):
+        if is_rounding(eqn):
+            found.update(flow.reads[i])
+        elif flow.makes[i] or not is_view(eqn):
+            whole.update(flow.reads[i], flow.needs[i])
+    return {t for t in found - whole if flow.avals[t].dtype == jnp.float32}
+
+
+def _ends(flow: FusionFlow, written: Sequence[bool], halved: set[int]) -> Iterator[tuple[int, int]]:
+    """Yield pairs (array that is written, array that therefore is not).
+
+    The compiler fuses elementwise operations into the end of one product as well as into the
+    beginning of the next. If a chain of elementwise operations starts from one array that nothing
+    else reads, the compiler therefore writes the end of the chain to memory and not its start.
+    """
+    sources: list[frozenset[int]] = []
+    for t, producer in enumerate(flow.producers):
+        if producer < 0:
+            sources.append(frozenset())
+        elif written[t]:
+            sources.append(frozenset((t,)))
+        else:
+            sources.append(frozenset().union(*(sources[r] for r in flow.reads[producer])))
+    made_of: dict[int, list[int]] = {}
+    for t in flow.needed:
+        for s in sources[t]:
+            made_of.setdefault(s, []).append(t)
+    for made in made_of.values():
+        if len(made) == 1 and not written[made[0]] and len(sources[made[0]]) == 1:
+            (t,) = made
+            (s,) = sources[t]
+            if t in halved and _ops.nbytes(flow.avals[t]) <= _ops.nbytes(flow.avals[s]):
+                yield t, s
+
+
+def _from_products(flow: FusionFlow, fusible: Sequence[bool]) -> set[int]:
+    """Return the arrays whose cotangent is computed in part by a product or another operation that
+    no other operation is fused into.
+
+    The cotangents of all other arrays come from elementwise operations only, which the compiler
+    fuses into the products that read them.
+    """
+    found = set[int]()
+    for i in range(len(flow.eqns) - 1, -1, -1):
+        eqn = flow.eqns[i]
+        if reduces(eqn) or is_single_gather(eqn):
+            continue
+        if not fusible[i] or not found.isdisjoint(flow.makes[i]):
+            found.update(flow.reads[i])
+    return found

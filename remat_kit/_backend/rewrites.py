@@ -1,0 +1,431 @@
+"""Rewrite equations so that their derivatives take less memory and compute the same values."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from remat_kit._backend.barriers import together_on_cpus
+from remat_kit._jax import ad, ad_util, batching, core, dispatch, mlir, rule_of, windowed_reductions
+
+# The derivative of a maximum over windows is a select-and-scatter, which XLA's GPU compiler does
+# not have. It scatters into an array of zeros as large as the pooled array instead. The zeros
+# depend on nothing, so they are allocated at the beginning of the program and stay live. XLA's CPU
+# compiler does the same, and it also saves, for each maximum, an index of four bytes for each
+# dimension. The two primitives below are those of JAX with another lowering: on GPUs the zeros
+# depend on the cotangent; on CPUs the derivative saves one byte for each maximum and does not
+# scatter. Seen on jax 0.10.2 and 0.12.
+
+
+def lean_pooling(eqn: Any) -> Any:
+    """Rewrite a maximum or minimum over windows so that its derivative takes less memory.
+
+    Other equations are returned unchanged. Values and derivatives are bitwise the same.
+    """
+    if eqn.primitive.name not in ("reduce_window_max", "reduce_window_min"):
+        return eqn
+    dilation = (*eqn.params["base_dilation"], *eqn.params["window_dilation"])
+    (x,) = eqn.invars
+    if any(d != 1 for d in dilation) or not jnp.issubdtype(x.aval.dtype, jnp.floating):
+        return eqn
+    return _in_place_of(eqn, _pooled(eqn.primitive, tuple(sorted(eqn.params.items()))))
+
+
+@functools.lru_cache(maxsize=256)
+def _pooled(primitive: Any, given: tuple[tuple[str, Any], ...]) -> Any:
+    params = dict(given)
+    largest = primitive.name == "reduce_window_max"
+    select = jax.lax.ge_p if largest else jax.lax.le_p
+
+    @jax.custom_jvp
+    def pooled(x: Any) -> Any:
+        return primitive.bind(x, **params)
+
+    @pooled.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        (x,), (dx,) = primals, tangents
+        return pooled(x), _gather_p.bind(dx, x, select_prim=select, **params)
+
+    return pooled
+
+
+def _like(primitive: Any) -> Any:
+    """Return a primitive with the name and the rules of another, but no transpose and no lowering.
+
+    Both primitives of pooling are linear in their first argument, and no cotangent flows to the
+    second one, the array that was pooled.
+    """
+    made = core.Primitive(primitive.name)
+    made.def_impl(functools.partial(dispatch.apply_primitive, made))
+    made.def_effectful_abstract_eval(primitive.abstract_eval)
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        (_, operand), (tangent, _) = primals, tangents
+        out = made.bind(*primals, **params)
+        if type(tangent) is ad_util.Zero:
+            return out, ad_util.p2tz(out)
+        return out, made.bind(tangent, operand, **params)  # reached by regions inside regions
+
+    ad.primitive_jvps[made] = jvp
+    batching.fancy_primitive_batchers[made] = batching.fancy_primitive_batchers[primitive]
+    return made
+
+
+def relu_by_output(eqn: Any) -> Any:
+    """Rewrite a `jax.nn.relu` so that its derivative reads the output rather than the input.
+
+    The derivative in JAX asks whether the input is positive. If a region that follows reads the
+    output, XLA's CPU compiler then saves the input as well: the stack in
+    `tests/planner/test_plan.py` takes 21 MiB instead of 15 MiB (jax 0.12). Other equations are
+    returned unchanged. Values and derivatives are bitwise the same.
+
+    `rule_of` finds the rule of `jax.nn.relu` on jax 0.10.2 and 0.12.
+    """
+    if eqn.primitive.name != "custom_jvp_call" or rule_of(eqn) is not jax.nn.relu.jvp:
+        return eqn
+    return _in_place_of(eqn, _relu)
+
+
+@jax.custom_jvp
+def _relu(x: Any) -> Any:
+    return jnp.maximum(x, 0)
+
+
+@_relu.defjvp
+def _relu_derivative(primals: Any, tangents: Any) -> Any:
+    (x,), (dx,) = primals, tangents
+    # Without the barrier, XLA finds that the input has the same sign and reads the input again.
+    out = jax.lax.optimization_barrier(_relu(x))
+    return out, jax.lax.select(out > 0, dx, jax.lax.full_like(dx, 0))
+
+
+def _in_place_of(eqn: Any, fn: Any) -> Any:
+    """Trace ``fn`` to one equation and put it in the place of ``eqn``."""
+    (found,) = jax.make_jaxpr(fn)(*(v.aval for v in eqn.invars)).eqns
+    return found.replace(
+        invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx
+    )
+
+
+# The gradient of a convolution's kernel reads a transposed copy of the convolution's input. The
+# copy depends on nothing from the backward pass, so XLA's CPU compiler makes it in the forward
+# pass. If a region saves the input too, the input and its copy are both live until the backward
+# pass. The primitives below make the copy depend on the cotangent.
+# Seen on jax 0.10.2 and 0.12.
+
+_CONV = jax.lax.conv_general_dilated_p
+
+
+_BITS = {
+    np.dtype(t): np.dtype(f"uint{jnp.finfo(t).bits}")
+    for t in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+}
+
+
+def convolution_with_late_copies(eqn: Any) -> Any:
+    """Rewrite a convolution so that, on CPUs, its derivative copies the input late.
+
+    Other equations are returned unchanged. Values and derivatives are bitwise the same.
+    """
+    if eqn.primitive is not _CONV or any(v.aval.dtype not in _BITS for v in eqn.invars):
+        return eqn
+    return _in_place_of(eqn, _convolution(tuple(sorted(eqn.params.items()))))
+
+
+@functools.lru_cache(maxsize=256)
+def _convolution(given: tuple[tuple[str, Any], ...]) -> Any:
+    params = dict(given)
+
+    @jax.custom_jvp
+    def convolution(x: Any, kernel: Any) -> Any:
+        return _CONV.bind(x, kernel, **params)
+
+    def derivative(primals: Any, tangents: Any) -> Any:
+        (x, kernel), (dx, dkernel) = primals, tangents
+        out = _CONV.bind(x, kernel, **params)
+        given = [type(t) is not SymbolicZero for t in (dx, dkernel)]
+        if all(given):
+            return out, _both_p.bind(dx, dkernel, x, kernel, **params)
+        if given[0]:
+            return out, _CONV.bind(dx, kernel, **params)
+        return out, _conv_p.bind(x, dkernel, **params) if given[1] else jnp.zeros_like(out)
+
+    convolution.defjvp(derivative, symbolic_zeros=True)
+    return convolution
+
+
+def _conv_transpose(ct: Any, x: Any, kernel: Any, **params: Any) -> list[Any]:
+    if ad.is_undefined_primal(kernel) and type(ct) is not ad_util.Zero:
+        x = _after_p.bind(x, ct)
+    return ad.primitive_transposes[_CONV](ct, x, kernel, **params)
+
+
+_conv_p = core.Primitive(_CONV.name)
+
+
+_conv_p.def_impl(functools.partial(dispatch.apply_primitive, _conv_p))
+
+
+_conv_p.def_effectful_abstract_eval(_CONV.abstract_eval)
+
+
+ad.primitive_jvps[_conv_p] = ad.primitive_jvps[_CONV]
+
+
+ad.primitive_transposes[_conv_p] = _conv_transpose
+
+
+batching.fancy_primitive_batchers[_conv_p] = batching.fancy_primitive_batchers[_CONV]
+
+
+# The derivative with respect to both arguments. The gradient of the kernel is computed first, so
+# that the arrays that it reads, often the largest of the program, can be freed before the cotangent
+# of the input is allocated. XLA's CPU compiler otherwise computes kernel gradients late.
+_both_p = core.Primitive("convolutions")
+
+
+_both_p.def_impl(functools.partial(dispatch.apply_primitive, _both_p))
+
+
+_both_p.def_abstract_eval(
+    lambda dx, dkernel, x, kernel, **params: _CONV.abstract_eval(dx, kernel, **params)[0]
+)
+
+
+def _both(dx: Any, dkernel: Any, x: Any, kernel: Any, **params: Any) -> Any:
+    return jax.lax.add(_CONV.bind(dx, kernel, **params), _conv_p.bind(x, dkernel, **params))
+
+
+def _both_transpose(
+    ct: Any, dx: Any, dkernel: Any, x: Any, kernel: Any, **params: Any
+) -> list[Any]:
+    if type(ct) is ad_util.Zero:
+        return [None] * 4
+    given = [ad.is_undefined_primal(v) for v in (dx, dkernel)]  # a tangent may be a known zero
+    found: list[Any] = [None] * 4
+    if given[1]:
+        found[1] = _conv_transpose(ct, x, dkernel, **params)[1]
+    if all(given):
+        kernel, found[1] = together_on_cpus([kernel, found[1]])
+    if given[0]:
+        found[0] = ad.primitive_transposes[_CONV](ct, dx, kernel, **params)[0]
+    return found
+
+
+def _both_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    given = tuple(ad.instantiate_zeros(t) for t in tangents)
+    if all(type(t) is ad_util.Zero for t in tangents[2:]):  # reached by regions inside regions
+        return _both_p.bind(*primals, **params), _both_p.bind(*given[:2], *primals[2:], **params)
+    return jax.jvp(functools.partial(_both, **params), tuple(primals), given)
+
+
+def _both_batch(values: Any, dims: Any, **params: Any) -> Any:
+    return jax.vmap(functools.partial(_both, **params), dims)(*values), 0
+
+
+ad.primitive_jvps[_both_p] = _both_jvp
+
+
+ad.primitive_transposes[_both_p] = _both_transpose
+
+
+batching.primitive_batchers[_both_p] = _both_batch
+
+
+# The identity on the first argument, computed only after the second argument is there.
+_after_p = core.Primitive("after")
+
+
+_after_p.def_impl(lambda x, y: x)
+
+
+_after_p.def_abstract_eval(lambda x, y: x)
+
+
+ad.defjvp(_after_p, lambda dx, x, y: _after_p.bind(dx, y), None)
+
+
+ad.primitive_transposes[_after_p] = lambda ct, x, y: [_after_p.bind(ct, y), None]
+
+
+batching.primitive_batchers[_after_p] = lambda values, dims: (_after_p.bind(*values), dims[0])
+
+
+def _after(x: Any, y: Any) -> Any:
+    """Return ``x`` after ``y``: OR the bits of ``x`` with a zero that is computed from ``y``.
+
+    Without the barrier, XLA recomputes ``x`` here and keeps its inputs live for that.
+    """
+    if not x.size or not y.size:
+        return x
+    bits = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(x), _BITS[x.dtype])
+    zero = jax.lax.bitcast_convert_type(_zero_after(y), _BITS[y.dtype]).astype(bits.dtype)
+    return jax.lax.bitcast_convert_type(bits | zero, x.dtype)
+
+
+_gather_p = _like(windowed_reductions.select_and_gather_add_p)
+
+
+_scatter_p = _like(windowed_reductions.select_and_scatter_add_p)
+
+
+def _gather_transpose(
+    ct: Any, tangents: Any, operand: Any, *, base_dilation: Any, window_dilation: Any, **params: Any
+) -> list[Any]:
+    del base_dilation, window_dilation  # both are all ones
+    if type(ct) is ad_util.Zero:
+        return [ad_util.Zero(tangents.aval), None]
+    return [_scatter_p.bind(*core.auto_insert_reshard(ct, operand), **params), None]
+
+
+def _late_scatter(source: Any, operand: Any, **params: Any) -> Any:
+    """Do what JAX's lowering for GPUs does, but start from zeros that depend on ``source``."""
+    select, padding = params["select_prim"], params["padding"]
+    dtype = operand.dtype
+    least = np.array(-np.inf if select is jax.lax.ge_p else np.inf, dtype)
+    padded = jax.lax.pad(operand, least, [(lo, hi, 0) for lo, hi in padding])
+    out = windowed_reductions._select_and_scatter(
+        padded,
+        select.bind,
+        params["window_dimensions"],
+        params["window_strides"],
+        [(0, 0)] * len(padding),
+        source,
+        _zero_after(source),
+        jax.lax.add,
+    )
+    ends = [lo + n for (lo, _), n in zip(padding, operand.shape, strict=True)]
+    return jax.lax.slice(out, [lo for lo, _ in padding], ends)
+
+
+# For windows with more elements XLA's own derivative is used, because this derivative adds up as
+# many terms as a window has elements.
+LARGE_WINDOW = 64
+
+
+def _by_place(source: Any, operand: Any, **params: Any) -> Any:
+    """The same as `_late_scatter` for CPUs, by positions instead of a scatter.
+
+    The function finds the position of each maximum in its window. It then adds up the cotangents
+    that flow to each element of the operand, in the order of the windows, as XLA does.
+    """
+    window, strides = params["window_dimensions"], params["window_strides"]
+    if math.prod(window) > LARGE_WINDOW:
+        return windowed_reductions.select_and_scatter_add_p.bind(source, operand, **params)
+    select, padding = params["select_prim"], params["padding"]
+    least = np.array(-np.inf if select is jax.lax.ge_p else np.inf, operand.dtype)
+    padded = jax.lax.pad(operand, least, [(lo, hi, 0) for lo, hi in padding])
+    spans = [(n - 1) * stride + 1 for n, stride in zip(source.shape, strides, strict=True)]
+    best, *others = (
+        jax.lax.slice(padded, k, [o + n for o, n in zip(k, spans, strict=True)], strides)
+        for k in np.ndindex(*window)
+    )
+    place = jnp.zeros(source.shape, np.uint8)
+    for number, other in enumerate(others, 1):
+        stays = select.bind(best, other)
+        best = jax.lax.select(stays, best, other)
+        place = jax.lax.select(stays, place, jax.lax.full_like(place, number))
+    # Without the barrier XLA recomputes the positions for each element of the result.
+    place = jax.lax.optimization_barrier(place)
+    return _gathered(source, place, padded.shape, window, strides, padding)
+
+
+_NOWHERE = 255
+
+
+def _gathered(
+    source: Any,
+    place: Any,
+    padded: Sequence[int],
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+) -> Any:
+    """Add up the cotangents that flow to each element from all windows that contain it.
+
+    In each dimension these are the window that begins in the element's stride and earlier ones.
+    """
+    cells = [-(-n // stride) for n, stride in zip(padded, strides, strict=True)]
+    shape = [n for pair in zip(cells, strides, strict=True) for n in pair]
+    outer = range(0, len(shape), 2)
+    within = np.indices(strides).reshape(len(strides), *strides)
+    out = jnp.zeros(shape, source.dtype)
+    before = [range((n - 1) // stride, -1, -1) for n, stride in zip(window, strides, strict=True)]
+    for back in itertools.product(*before):
+        shift = zip(back, cells, place.shape, strict=True)
+        config = [(b, n - b - m, 0) for b, n, m in shift]
+        wanted = within + np.reshape(np.multiply(back, strides), (-1, *(1 for _ in strides)))
+        is_there = np.all([w < n for w, n in zip(wanted, window, strict=True)], axis=0)
+        code = np.ravel_multi_index(tuple(wanted), tuple(window), mode="clip")
+        code = np.where(is_there, code, _NOWHERE - 1).astype(np.uint8)
+        here = jax.lax.pad(place, np.uint8(_NOWHERE), config)
+        flow = jax.lax.pad(source, np.zeros((), source.dtype), config)
+        here, flow = (jax.lax.broadcast_in_dim(x, shape, [*outer]) for x in (here, flow))
+        code = jax.lax.broadcast_in_dim(jnp.asarray(code), shape, [i + 1 for i in outer])
+        out += jax.lax.select(here == code, flow, jnp.zeros(shape, source.dtype))
+    whole = out.reshape([n * stride for n, stride in zip(cells, strides, strict=True)])
+    ends = [n - hi for n, (_, hi) in zip(padded, padding, strict=True)]
+    return jax.lax.slice(whole, [lo for lo, _ in padding], ends)
+
+
+def _zero_after(x: Any) -> Any:
+    """Return a zero that depends on ``x``: the bits of one element of ``x``, all shifted out.
+
+    A constant behind a barrier would not work: XLA removes the barrier and then shares one array
+    of zeros with every `relu` of that shape.
+    """
+    if not x.size:
+        return np.zeros((), x.dtype)
+    first = jax.lax.squeeze(jax.lax.slice(x, [0] * x.ndim, [1] * x.ndim), range(x.ndim))
+    bits = jnp.finfo(x.dtype).bits
+    integer = np.dtype(f"uint{bits}")
+    gone = jax.lax.shift_right_logical(
+        jax.lax.bitcast_convert_type(first, integer), np.array(bits, integer)
+    )
+    return jax.lax.bitcast_convert_type(gone, x.dtype)
+
+
+ad.primitive_transposes[_gather_p] = _gather_transpose
+
+
+ad.primitive_transposes[_scatter_p] = ad.primitive_transposes[
+    windowed_reductions.select_and_scatter_add_p
+]
+
+
+def _lower(primitive: Any, function: Any, platform: str | None = None) -> None:
+    mlir.register_lowering(
+        primitive, mlir.lower_fun(function, multiple_results=False), platform=platform
+    )
+
+
+_lower(_gather_p, windowed_reductions.select_and_gather_add_p.bind)
+
+
+_lower(_scatter_p, windowed_reductions.select_and_scatter_add_p.bind)
+
+
+_lower(_scatter_p, _late_scatter, "gpu")
+
+
+_lower(_scatter_p, _by_place, "cpu")
+
+
+_lower(_conv_p, _CONV.bind)
+
+
+_lower(_both_p, _both)
+
+
+_lower(_after_p, lambda x, y: x)
+
+
+_lower(_after_p, _after, "cpu")

@@ -1,0 +1,596 @@
+"""Compile a program for a chip and report the memory that it needs.
+
+This process lowers the program, and a child process compiles it with the compiler of the chip. A
+laptop can therefore answer for an H100 or a TPU. The program does not run, except for the target
+``local``. Answers are stored on disk, by the lowered program, the chip and the versions of the
+compilers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+
+from remat_kit import _frames, _jax
+from remat_kit._chip import lowering as _lowering
+from remat_kit._chip.cache import Cache, default_cache, key_of
+from remat_kit._chip.catalogue import TOPOLOGY_OPTIONS, Options, cuda_plugin
+from remat_kit._chip.memory import Memory
+from remat_kit._chip.target import (
+    EXTRAS,
+    SCHEDULER_FLAG,
+    Target,
+    needs_scheduler_flag,
+    several_targets,
+    target,
+)
+from remat_kit._chip.worker import Worker, WorkerDiedError
+from remat_kit._errors import CompileError, MissingPluginError, TargetError, UserError
+from remat_kit._program import step as _step
+from remat_kit._program import traced as _traced
+from remat_kit._program import value as _value
+from remat_kit._program.gradient import Argnums
+from remat_kit._units import format_bytes
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled program: the memory that it needs, and its optimized HLO.
+
+    Attributes:
+        memory: the memory that it needs.
+        hlo_text: the optimized, scheduled HLO; None if the program does not fit on the chip.
+        offloaded_bytes: bytes that the traced program moves to the host's memory.
+    """
+
+    memory: Memory
+    hlo_text: str | None = field(repr=False)
+    offloaded_bytes: int = 0
+
+
+@overload
+def measure(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: str | Target = "cpu",
+    argnums: Argnums = 0,
+    donate_argnums: int | Sequence[int] = (),
+    optimizer: Any = None,
+    cache: bool = True,
+    compiler_options: Options | None = None,
+) -> Memory: ...
+
+
+@overload
+def measure(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: list[str | Target] | list[str] | tuple[str | Target, ...],
+    argnums: Argnums = 0,
+    donate_argnums: int | Sequence[int] = (),
+    optimizer: Any = None,
+    cache: bool = True,
+    compiler_options: Options | None = None,
+) -> tuple[Memory, ...]: ...
+
+
+def measure(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: str | Target | Sequence[str | Target] = "cpu",
+    argnums: Argnums = 0,
+    donate_argnums: int | Sequence[int] = (),
+    optimizer: Any = None,
+    cache: bool = True,
+    compiler_options: Options | None = None,
+) -> Memory | tuple[Memory, ...]:
+    """Compile the gradient of a loss for a chip and report the memory that it needs there.
+
+    The figures are those of `jax.stages.Compiled.memory_analysis`, for a chip that need not be in
+    this machine.
+
+    >>> import jax, jax.numpy as jnp
+    >>> loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+    >>> w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    >>> x = jax.ShapeDtypeStruct((1024, 256), jnp.float32)
+    >>> memory = measure(loss, w, x, target="cpu")
+    >>> memory.argument_bytes, memory.fits
+    (1310720, True)
+
+    Args:
+        fn: called as ``fn(*args)``; returns a scalar, or ``(scalar, aux)``.
+        args: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`. Only their shapes, their dtypes
+            and whether they lie in the host's memory matter. The target ``local`` runs the program
+            and replaces shapes by arrays of zeros.
+        target: a chip or its name (see `target`); for a list of them, a tuple is returned.
+        argnums: which arguments to differentiate. If it is None, ``fn`` is compiled as it is, for
+            a whole training step. A jitted step is compiled with its own donation and static
+            arguments. What a step of Flax NNX changes in its arguments is part of the program.
+        donate_argnums: the arguments whose memory the results may take over, as in `jax.jit`; not
+            for a jitted step that donates other arguments.
+        optimizer: an ``optax.GradientTransformation``. If it is given, the whole training step is
+            compiled: the gradients, the optimizer's state and the update, with parameters and
+            state donated.
+        cache: whether to look for the answer on disk and to store it there.
+        compiler_options: for XLA; they override those of the target.
+
+    Returns:
+        The memory in bytes, or a tuple with one `Memory` for each target of a list.
+
+    Raises:
+        UnknownNameError: no chip has that name.
+        MissingPluginError: the compiler of the chip is not installed.
+        TargetError: XLA cannot compile for this chip unless the chip is in the machine.
+        NotDifferentiableError: ``fn`` is not a loss, or one of the arguments to differentiate has
+            no gradient.
+        CompileError: the compiler ended, or refused the program for another reason than memory.
+        UserError: the program or one of its arguments is partitioned over several devices.
+    """
+    chosen = [target] if isinstance(target, (str, Target)) else several_targets(target)
+    found = tuple(
+        compile_program(
+            fn,
+            args,
+            chip,
+            argnums=argnums,
+            donate_argnums=donate_argnums,
+            optimizer=optimizer,
+            cache=cache,
+            compiler_options=compiler_options,
+        )
+        for chip in chosen
+    )
+    for compiled in found:
+        warn_of_offload_on_cpu(compiled, "measure")
+        _warn_of_dropped_offload(compiled)
+    memories = tuple(compiled.memory for compiled in found)
+    return memories[0] if isinstance(target, (str, Target)) else memories
+
+
+def warn_of_offload_on_cpu(compiled: Compiled, call: str) -> bool:
+    """Emit a `RematKitWarning` if the program offloads and the chip is a CPU, which has one memory.
+
+    Returns whether this is the case.
+    """
+    stays = _is_for_cpu(compiled) and bool(compiled.offloaded_bytes)
+    if stays:
+        _frames.warn(
+            f"`{call}(..., target={compiled.memory.target!r})`: "
+            f"{format_bytes(compiled.offloaded_bytes)} are offloaded, but a CPU's memory is the "
+            "host's, so they stay where they are and count as before",
+            "name a GPU or a TPU as the target, or recompute instead of offloading",
+        )
+    return stays
+
+
+def _is_for_cpu(compiled: Compiled) -> bool:
+    return compiled.memory.target.partition("@")[0] == "cpu"
+
+
+def _warn_of_dropped_offload(compiled: Compiled) -> None:
+    host = compiled.memory.host_bytes
+    if _is_for_cpu(compiled) or host is None or 2 * host >= compiled.offloaded_bytes:
+        return
+    _frames.warn(
+        f"`measure(..., target={compiled.memory.target!r})`: "
+        f"{format_bytes(compiled.offloaded_bytes)} are offloaded in the traced program, but the "
+        f"compiled one keeps {format_bytes(host)} in the host's memory: the compiler removed the "
+        "transfers, and the values stay on the device",
+        "offload inside a scan, where the compiler keeps the transfers, or recompute instead",
+    )
+
+
+def compile_program(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    target: str | Target,
+    *,
+    argnums: Argnums = 0,
+    donate_argnums: int | Sequence[int] = (),
+    cache: bool = True,
+    compiler_options: Options | None = None,
+    optimizer: Any = None,
+    call: str = "measure",
+) -> Compiled:
+    """Do the same as `measure`, and return the optimized HLO too.
+
+    Args:
+        fn, target, argnums, donate_argnums, cache, compiler_options, optimizer: as for `measure`.
+        args: the arguments of ``fn``.
+        call: the public function that error messages name.
+
+    Raises:
+        RematKitError: as for `measure`.
+    """
+    chip = _target_of(target)
+    _require(chip, call)
+    program = _traced.trace(fn, args, argnums, donate_argnums, optimizer=optimizer, call=call)
+    options: Options = {
+        **dict(chip.compiler_options),
+        **_jax.compiler_options_of(program.traced),
+        **(compiler_options or {}),
+    }
+    added = _of_optimizer(optimizer, args, argnums, call)
+    lowered = _lowered(program.traced, chip, call)
+    shapes = _shape_bytes(program.arguments), _shape_bytes(program.results)
+    if chip.name.partition("@")[0] == "local":
+        compiled = _run_here(program, shapes, chip, options, call)
+        return dataclasses.replace(compiled, memory=dataclasses.replace(compiled.memory, **added))
+    request = _request(lowered, chip, options)
+    key = _key(request, lowered.identity)
+    answer, cached = _answer(request, key, chip, default_cache() if cache else None, call)
+    memory = dataclasses.replace(_memory(answer, chip, cached, shapes), **added)
+    return Compiled(memory, answer.get("hlo"), _value.offloaded_bytes(program.traced.jaxpr))
+
+
+def _of_optimizer(
+    optimizer: Any, args: Sequence[Any], argnums: Argnums, call: str
+) -> dict[str, int | None]:
+    """The fields of a `Memory` about the optimizer's state, or about that of AdamW if none."""
+    if optimizer is None:
+        return {"adamw_bytes": _step.adamw_bytes(args, argnums, call)}
+    return {"optimizer_bytes": _step.state_bytes(optimizer, args, argnums, call)}
+
+
+def _target_of(name: str | Target) -> Target:
+    return target(name)  # callers have a parameter named `target`, which hides the function
+
+
+def _require(chip: Target, call: str) -> None:
+    if chip.available:
+        return
+    if chip.platform == "cuda" and cuda_plugin() is not None:
+        raise TargetError(
+            f"`{call}(..., target={chip.name!r})`: the installed CUDA plugin has no description "
+            "of this card",
+            hint="install the newest: " + EXTRAS["cuda"],
+        )
+    raise MissingPluginError(
+        f"`{call}(..., target={chip.name!r})`: the compiler for {chip.platform} is not installed",
+        hint=EXTRAS[chip.platform],
+    )
+
+
+# -- asking the child -----------------------------------------------------------------------
+
+
+def _lowered(traced: Any, chip: Target, call: str) -> _lowering.Lowered:
+    try:
+        # The code that asked for the program is not part of it: `measure` on one line of a script
+        # and `inspect` on the next share an answer.
+        lowered = _lowering.lower(traced, chip.platform, boundary=_OWN_FILES)
+    except Exception as error:
+        raise CompileError(
+            f"`{call}(..., target={chip.name!r})`: the program cannot be lowered for "
+            f"{chip.platform}: {str(error).strip()}",
+            hint="a program with callbacks into Python (jax.debug.print, io_callback) or kernels "
+            "for another kind of chip cannot be lowered for this one; remove them, or measure on "
+            "the chip itself with target 'local'",
+        ) from error
+    if lowered.devices > 1:
+        raise UserError(
+            f"`{call}(..., target={chip.name!r})`: the program is partitioned over "
+            f"{lowered.devices} devices; a target is a single device",
+            hint="give the function that one device runs, with the shapes of its shard",
+        )
+    return lowered
+
+
+_OWN_FILES = (
+    __file__,
+    *(str(Path(__file__).parents[1] / "_program" / f"{n}.py") for n in ("gradient", "traced")),
+)
+
+
+def _request(lowered: _lowering.Lowered, chip: Target, options: Options) -> dict[str, Any]:
+    topology_options: dict[str, Any] = dict(TOPOLOGY_OPTIONS.get(chip.topology, {}))
+    if chip.platform == "cuda":
+        topology_options = {"target_config": chip.spec, "topology": "1x1x1"}
+    return {
+        "program": lowered.bytecode,
+        "platform": chip.platform,
+        "topology": chip.topology,
+        "topology_options": topology_options,
+        "options": options,
+        "settings": _lowering.compile_settings(),
+    }
+
+
+def _key(request: Mapping[str, Any], identity: str) -> str:
+    """Return the name of an answer, from everything that the answer depends on."""
+    rest = {name: value for name, value in request.items() if name != "program"}
+    outside = [_environment(request["platform"]), _versions(request["platform"])]
+    outside.append({name: os.environ.get(name, "") for name in _COMPILER_VARIABLES})
+    return key_of("memory 1", identity, json.dumps([rest, outside], sort_keys=True))
+
+
+def _answer(
+    request: dict[str, Any], key: str, chip: Target, cache: Cache | None, call: str
+) -> tuple[dict[str, Any], bool]:
+    if cache is not None and (known := _checked_answer(cache.get(key))) is not None:
+        return known, True
+    answer = _ask(request, chip, call)
+    if "refused" in answer and _out_of_memory(answer["refused"]) is None:
+        raise CompileError(
+            f"`{call}(..., target={chip.name!r})`: the compiler refused the program: "
+            f"{answer['refused'].strip()}",
+            hint="if the program runs on the chip itself, please report this",
+        )
+    if cache is not None:
+        cache.put(key, json.dumps(answer).encode())
+    return answer, False
+
+
+def _checked_answer(data: bytes | None) -> dict[str, Any] | None:
+    """Parse a stored answer; None if it is not one, for example because of another release."""
+    try:
+        answer = json.loads(data) if data is not None else None
+    except (ValueError, RecursionError):
+        return None
+    match answer:
+        case {"refused": str()}:
+            return answer
+        case {"memory": dict() as memory, "hlo": str() as hlo, "compile_seconds": int() | float()}:
+            counts = _jax.MEMORY_FIELDS
+            if hlo.startswith("HloModule") and all(type(memory.get(c)) is int for c in counts):
+                return answer
+    return None
+
+
+# Environment variables from which the compilers read flags; the child process inherits them.
+_COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "TF_XLA_FLAGS")
+
+
+_workers: dict[tuple[int, str], Worker] = {}
+
+
+def _ask(request: dict[str, Any], chip: Target, call: str) -> dict[str, Any]:
+    # A forked process inherits the table but must not read the pipes, so its id is in the key.
+    place = (os.getpid(), chip.platform)
+    if place not in _workers:
+        _workers[place] = Worker(_environment(chip.platform))
+    try:
+        return _workers[place].ask(request)
+    except WorkerDiedError as death:
+        last = "\n".join(f"    {line[:300]}" for line in death.stderr_lines[-8:])
+        raise CompileError(
+            f"`{call}(..., target={chip.name!r})`: {death}"
+            + (f"; the last lines that it printed:\n{last}" if last else "; it printed nothing"),
+            hint="the next call starts a new one; if this program ends it every time, the "
+            "compiler has a fault: try a smaller program or another version of the compiler",
+        ) from None
+
+
+@atexit.register
+def close_workers() -> None:
+    """End the worker processes; the next call starts new ones."""
+    for (process, _), worker in list(_workers.items()):
+        if process == os.getpid():
+            worker.close()
+
+
+def _environment(platform: str) -> dict[str, str]:
+    common = {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    }
+    if platform == "cpu" and needs_scheduler_flag():
+        given = os.environ.get("XLA_FLAGS", "")
+        common["XLA_FLAGS"] = f"{given} {SCHEDULER_FLAG}=false".strip()
+    return common
+
+
+def _versions(platform: str) -> dict[str, str]:
+    packages = ["jax", "jaxlib"]
+    packages += ["libtpu"] if platform == "tpu" else []
+    packages += ["jax-cuda13-pjrt", "jax-cuda12-pjrt"] if platform == "cuda" else []
+    found = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+# -- from an answer to a Memory -------------------------------------------------------------
+
+
+def _memory(
+    answer: Mapping[str, Any], chip: Target, cached: bool, shapes: tuple[int, int]
+) -> Memory:
+    common: dict[str, Any] = {
+        "target": chip.name,
+        "memory_bytes": chip.memory_bytes,
+        "cached": cached,
+        "versions": _versions(chip.platform),
+    }
+    notes = chip.notes
+    if "refused" in answer:
+        needs = (_out_of_memory(answer["refused"]) or {}).get("needs")
+        if needs is not None:  # the compiler rounds it; it is certainly more than the chip has
+            needs = max(needs, chip.memory_bytes + 1)
+        return Memory(
+            argument_bytes=shapes[0],
+            output_bytes=shapes[1],
+            **dict.fromkeys(
+                ("alias_bytes", "temp_bytes", "code_bytes", "host_bytes", "compiler_peak_bytes")
+            ),
+            peak_bytes=needs,
+            needs_bytes=needs,
+            fits=False,
+            compile_seconds=0.0,
+            notes=(*notes, "did not compile: argument and output bytes are those of the shapes"),
+            **common,
+        )
+    stats = answer["memory"]
+    peak = (
+        stats["argument_size_in_bytes"]
+        + stats["output_size_in_bytes"]
+        - stats["alias_size_in_bytes"]
+        + stats["temp_size_in_bytes"]
+    )
+    # The compiler for TPUs knows the memory limit in MiB; the other compilers know no limit.
+    fits = peak <= chip.memory_bytes
+    if added := _xla_remat_count(answer["hlo"]):
+        notes += (f"XLA's own rematerialization added {added} instructions",)
+    return Memory(
+        argument_bytes=stats["argument_size_in_bytes"],
+        output_bytes=stats["output_size_in_bytes"],
+        alias_bytes=stats["alias_size_in_bytes"],
+        temp_bytes=stats["temp_size_in_bytes"],
+        code_bytes=stats["generated_code_size_in_bytes"],
+        host_bytes=sum(stats[f"host_{n}_size_in_bytes"] for n in ("argument", "output", "temp"))
+        - stats["host_alias_size_in_bytes"],
+        peak_bytes=peak,
+        compiler_peak_bytes=stats["peak_memory_in_bytes"],
+        fits=fits,
+        needs_bytes=None if fits else peak,
+        compile_seconds=answer["compile_seconds"],
+        notes=notes,
+        **common,
+    )
+
+
+def _xla_remat_count(hlo_text: str) -> int:
+    return len(_XLA_REMAT.findall(hlo_text))
+
+
+_XLA_REMAT = re.compile(r"^\s+(?:ROOT )?%[\w.\-]*\.remat\d*(?:\.[\w.\-]*)? = ", re.M)
+
+
+_NEEDS = (
+    re.compile(r"total memory required[^()]*\(([\d.]+[KMGTP]?)\) exceeds available HBM"),
+    re.compile(r"Used ([\d.]+[KMGTP]?) of [\d.]+[KMGTP]? hbm", re.I),
+    re.compile(r"Total hbm usage >= ([\d.]+[KMGTP]?)", re.I),
+)
+
+
+def _out_of_memory(message: str) -> dict[str, int | None] | None:
+    """Parse an error of a compiler; None unless it is about the chip's main memory."""
+    if "RESOURCE_EXHAUSTED" not in message or not re.search(r"hbm|out of memory", message, re.I):
+        return None
+    for pattern in _NEEDS:
+        if found := pattern.search(message):
+            return {"needs": _binary(found.group(1))}
+    if re.search(r"\b[vs]mem\b", message, re.I):
+        return None  # this is on-chip scratch memory, of which no such chip has more
+    return {"needs": None}
+
+
+def _binary(text: str) -> int:
+    powers = {unit: 2 ** (10 * power) for power, unit in enumerate("KMGTP", start=1)}
+    return int(float(text.rstrip("KMGTP")) * powers.get(text[-1], 1))
+
+
+def _shape_bytes(tree: Any) -> int:
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.eval_shape(jax.random.key_data, leaf)
+        total += leaf.size * leaf.dtype.itemsize
+    return total
+
+
+# -- the present device ---------------------------------------------------------------------
+
+_RUN_SECONDS = 2.0
+
+
+_MIN_RUNS, _MAX_RUNS = 3, 20
+
+
+def _run_here(
+    program: _traced.CompilableProgram,
+    shapes: tuple[int, int],
+    chip: Target,
+    options: Options,
+    call: str,
+) -> Compiled:
+    start = time.perf_counter()
+    try:
+        compiled = program.traced.lower().compile(compiler_options=options or None)
+    except _lowering.compile_failure_types() as error:
+        if _out_of_memory(str(error)) is None:
+            raise CompileError(
+                f"`{call}(..., target='local')`: the compiler refused the program: {error}",
+                hint="try it with plain `jax.jit`; if it works there, please report this",
+            ) from error
+        return Compiled(_memory({"refused": str(error)}, chip, False, shapes), None)
+    answer = {
+        "compile_seconds": time.perf_counter() - start,
+        "memory": _lowering.memory_stats_to_dict(compiled.memory_analysis()),
+        "hlo": compiled.as_text() or "",
+    }
+    memory = _memory(answer, chip, False, shapes)
+    return Compiled(_with_run(memory, compiled, program), answer["hlo"])
+
+
+def _with_run(memory: Memory, compiled: Any, program: _traced.CompilableProgram) -> Memory:
+    device = jax.local_devices()[0]
+    before = device.memory_stats() or {}
+    try:
+        seconds = _timed_runs(compiled, program)
+    except _lowering.compile_failure_types() as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        note = "compiled, but ran out of memory while it ran"
+        return dataclasses.replace(memory, fits=False, notes=(*memory.notes, note))
+    after = device.memory_stats() or {}
+    peak, note = _peak_between(before, after, memory.argument_bytes)
+    return dataclasses.replace(
+        memory,
+        step_seconds=statistics.median(seconds),
+        measured_peak_bytes=peak,
+        notes=(*memory.notes, *note),
+    )
+
+
+def _timed_runs(compiled: Any, program: _traced.CompilableProgram) -> list[float]:
+    values, donated, tree = program.values()
+    seconds: list[float] = []
+    begun = time.perf_counter()
+    # The first run is a warm-up and does not count.
+    for run in range(_MAX_RUNS + 1):
+        inputs = [_copy(v) if given else v for v, given in zip(values, donated, strict=True)]
+        jax.block_until_ready(inputs)
+        args, kwargs = tree.unflatten(inputs)
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*args, **kwargs))
+        if run:
+            seconds.append(time.perf_counter() - start)
+        if run >= _MIN_RUNS and time.perf_counter() - begun > _RUN_SECONDS:
+            break
+    return seconds
+
+
+def _copy(value: Any) -> Any:
+    return value.copy() if isinstance(value, jax.Array) else value
+
+
+def _peak_between(
+    before: Mapping[str, int], after: Mapping[str, int], argument_bytes: int
+) -> tuple[int | None, tuple[str, ...]]:
+    """Return the allocator's peak during the run; it records that of the whole process."""
+    if "peak_bytes_in_use" not in after:
+        return None, ()
+    if after["peak_bytes_in_use"] <= before.get("peak_bytes_in_use", 0):
+        return None, ("no measured peak: something earlier in this process used more memory",)
+    others = max(0, before.get("bytes_in_use", 0) - argument_bytes)
+    return int(after["peak_bytes_in_use"]) - others, ()

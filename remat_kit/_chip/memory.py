@@ -1,0 +1,134 @@
+"""The memory that a compiled program needs, in bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from remat_kit._units import format_apart, format_bytes
+
+# -- answers --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory that one compiled program needs on one chip; `measure` returns it.
+
+    The byte counts are those of `jax.stages.Compiled.memory_analysis`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from remat_kit import measure
+    >>> w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    >>> memory = measure(lambda w: jnp.sum(jnp.sin(w)), w, target="cpu")
+    >>> memory.argument_bytes, memory.fits, memory.headroom_bytes > 0
+    (262144, True, True)
+
+    Attributes:
+        target: the name of the chip.
+        argument_bytes: the arguments, in the layout of the chip.
+        output_bytes: the results.
+        alias_bytes: results that take over the memory of donated arguments.
+        temp_bytes: the temporaries; None if the program did not compile.
+        code_bytes: the machine code.
+        host_bytes: arguments, results and temporaries in the host's memory.
+        peak_bytes: on the device: arguments + results − aliased + temporaries. If the program does
+            not fit, the bytes that it needs according to the compiler, or None.
+        compiler_peak_bytes: the compiler's own figure, which includes the host's memory.
+        memory_bytes: the memory of the chip.
+        fits: whether the compiler accepted the program and its peak is at most the memory of the
+            chip, to the byte.
+        needs_bytes: the bytes that a program that does not fit needs according to the compiler, or
+            None.
+        compile_seconds: how long compiling took when it was done.
+        cached: whether the answer came from the cache.
+        versions: of everything that took part.
+        notes: what the reader must know about these numbers.
+        step_seconds: median time of several runs; for ``local`` only.
+        measured_peak_bytes: the allocator's peak during the runs; for ``local`` only, if the
+            allocator records it.
+        optimizer_bytes: the optimizer's state, which is part of the arguments; None if no optimizer
+            is given.
+        adamw_bytes: what the state of AdamW would add to the gradients of a loss; None if an
+            optimizer is given or the function is a whole step.
+    """
+
+    target: str
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int | None
+    temp_bytes: int | None
+    code_bytes: int | None
+    host_bytes: int | None
+    peak_bytes: int | None
+    compiler_peak_bytes: int | None
+    memory_bytes: int
+    fits: bool
+    needs_bytes: int | None
+    compile_seconds: float
+    cached: bool
+    versions: Mapping[str, str] = field(hash=False)
+    notes: tuple[str, ...] = ()
+    step_seconds: float | None = None
+    measured_peak_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    adamw_bytes: int | None = None
+
+    @property
+    def optimizer_note(self) -> str | None:
+        """A sentence about the missing optimizer, if the figures are of the gradients alone."""
+        if self.adamw_bytes is None:
+            return None
+        return (
+            "no optimizer is counted: the state of AdamW would add "
+            f"{format_bytes(self.adamw_bytes)} ({self.adamw_bytes} bytes); optimizer= "
+            "(--optimizer) counts one"
+        )
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """The notes, and a sentence about the missing optimizer."""
+        return (*self.notes, *filter(None, [self.optimizer_note]))
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """Memory left over in bytes: negative exactly if the program does not fit.
+
+        None if the program does not fit and nobody says by how much.
+        """
+        if self.peak_bytes is None:
+            return None
+        left = self.memory_bytes - self.peak_bytes
+        return None if left >= 0 and not self.fits else left
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, ready for `json.dumps`."""
+        plain = dataclasses.asdict(self) | {"headroom_bytes": self.headroom_bytes}
+        return plain | {"notes": list(self.all_notes), "versions": dict(self.versions)}
+
+    def __str__(self) -> str:
+        note = self.optimizer_note
+        return self._figures() + (f"\nnote: {note}" if note else "")
+
+    def _figures(self) -> str:
+        if not self.fits:
+            if self.headroom_bytes is None:
+                return f"{self.target}: does not fit: needs more, has {self._has}"
+            needed, has = format_apart(self.peak_bytes or 0, self.memory_bytes)
+            return f"{self.target}: does not fit: needs {needed}, has {has}"
+        parts = {
+            "arguments": self.argument_bytes,
+            "outputs": self.output_bytes,
+            "aliased": -(self.alias_bytes or 0),
+            "temporaries": self.temp_bytes or 0,
+        }
+        sum_ = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+        host = f"; host {format_bytes(self.host_bytes)}" if self.host_bytes else ""
+        step = f"; step {1e3 * self.step_seconds:.3g} ms" if self.step_seconds else ""
+        peak = format_bytes(self.peak_bytes or 0)
+        return f"{self.target}: {peak} of {self._has} ({sum_}){host}{step}"
+
+    @property
+    def _has(self) -> str:
+        return format_bytes(self.memory_bytes)

@@ -1,0 +1,326 @@
+"""Find a chip by name: ``"h100"``, ``"tpu-v5e"``, ``"cpu@4GiB"``, or ``"local"``."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from remat_kit import _jax
+from remat_kit._chip.catalogue import (
+    GIB,
+    GPUS,
+    MIB,
+    REFUSED,
+    SILICON,
+    TERA,
+    TPUS,
+    Gpu,
+    cuda_plugin,
+    embedded_specs,
+    number_field,
+    teraflops_of,
+    text_field,
+)
+from remat_kit._errors import PolicyError, TargetError, UserError, unknown
+from remat_kit._units import format_bytes, parse_bytes
+
+
+@dataclass(frozen=True)
+class Target:
+    """A chip that programs can be compiled for; `target` and `targets` return it.
+
+    >>> chip = target("tpu-v5e")
+    >>> chip.platform, chip.memory_bytes / 2**30, chip.flops_per_second["bfloat16"] / 1e12
+    ('tpu', 15.75, 197.0)
+
+    Attributes:
+        name: as `target` takes it.
+        platform: ``cpu``, ``tpu`` or ``cuda``.
+        memory_bytes: the memory of one device that a program may use.
+        bandwidth_bytes_per_second: bandwidth between the chip and its memory.
+        flops_per_second: peak rate of one device by dtype, for dense matrices. On a GPU,
+            ``float32`` is the rate of the vector units, and ``tensorfloat32`` that of the matrix
+            units. On a TPU, ``float32`` is the rate of JAX's default matrix product, which rounds
+            to bfloat16.
+        host_bandwidth_bytes_per_second: nominal bandwidth to or from the host's memory.
+        description: the vendor's name for it.
+        source: where the figures come from: the vendor's data sheets, or the CUDA plugin.
+        available: whether its compiler is installed here.
+        needs: what to install if it is not, or None.
+        notes: what the reader must know about figures for this chip.
+    """
+
+    name: str
+    platform: str
+    memory_bytes: int
+    bandwidth_bytes_per_second: float
+    flops_per_second: Mapping[str, float] = field(hash=False)
+    host_bandwidth_bytes_per_second: float
+    description: str
+    source: str
+    available: bool = field(default=True, compare=False)
+    needs: str | None = field(default=None, compare=False)
+    notes: tuple[str, ...] = field(default=(), repr=False)
+    topology: str = field(default="", repr=False)
+    spec: str = field(default="", repr=False)
+    compiler_options: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+
+# -- names ----------------------------------------------------------------------------------
+
+
+def targets() -> list[Target]:
+    """Return every chip that can be named, and whether its compiler is installed here.
+
+    >>> [t.name for t in targets() if t.platform == "tpu"][:3]
+    ['tpu-v2', 'tpu-v3', 'tpu-v4']
+
+    The chips are those for which `jax.experimental.topologies.get_topology_desc` can describe a
+    compile-only device, the CPU, and ``local``, the device of this process.
+    """
+    return [_build(name) for name in ("cpu", *TPUS, *_cuda_names())] + [_local()]
+
+
+def target(name: str | Target) -> Target:
+    """Return the chip with this name.
+
+    >>> target("tpu-v5e").memory_bytes / 2**30
+    15.75
+    >>> target("tpu-v5e@8GiB").memory_bytes / 2**30
+    8.0
+    >>> target("h10")
+    Traceback (most recent call last):
+    remat_kit._errors.UnknownNameError: `target('h10')`: no target is named 'h10'
+    hint: did you mean 'h100' or 'v100' or 'p100'?
+
+    Args:
+        name: one of `targets`. With ``@SIZE`` the chip has less memory: ``h100@40GiB``. The
+            compilers for TPU and CUDA are told of the smaller memory; for ``cpu`` it only decides
+            what fits. ``local`` is the device of this process.
+
+    Raises:
+        UnknownNameError: there is no such chip.
+        TargetError: XLA cannot compile for this vendor's chips unless one is in the machine.
+        UserError: the size is not a size, or is larger than the chip's memory.
+    """
+    if isinstance(name, Target):
+        return name
+    if not isinstance(name, str):
+        raise UserError(
+            f"`target({name!r})`: a chip has a name, and this is {type(name).__name__}",
+            hint="give one name, for example 'h100'; `measure` and `inspect` take a list of them, "
+            "`fit` takes targets=[...]",
+        )
+    base, at, size = name.partition("@")
+    call = f"target({name!r})"
+    known = ["cpu", "local", *TPUS, *_cuda_names()]
+    if base not in known:
+        if REFUSED.fullmatch(base):
+            raise TargetError(
+                f"`{call}`: XLA cannot compile for AMD and Intel chips that are not in this "
+                "machine; its compiler ends the process that tries",
+                hint="measure on the chip itself with target 'local'",
+            )
+        raise unknown("target", base, known, call=call)
+    chip = _local() if base == "local" else _build(base)
+    return _shrunk(chip, size, call) if at else chip
+
+
+def _shrunk(chip: Target, size: str, call: str) -> Target:
+    try:
+        memory = parse_bytes(size)
+    except PolicyError as error:
+        raise UserError(
+            f"`{call}`: {size!r} is not a size", hint="write it as 'h100@40GiB'"
+        ) from error
+    if memory == 0:
+        raise UserError(f"`{call}`: a chip needs memory", hint="write it as 'h100@40GiB'")
+    if memory > chip.memory_bytes and chip.platform != "cpu":
+        raise UserError(
+            f"`{call}`: {chip.name} has {format_bytes(chip.memory_bytes)}, less than {size}",
+            hint="the size after @ makes a chip smaller; name a larger chip instead",
+        )
+    options = chip.compiler_options
+    if chip.platform == "tpu":
+        options += (("xla_tpu_max_hbm_size_mib", str(-(-memory // MIB))),)
+    spec = re.sub(r"(\bdevice_memory_size:) \d+", rf"\1 {memory}", chip.spec)
+    return dataclasses.replace(
+        chip,
+        name=f"{chip.name}@{size}",
+        memory_bytes=memory,
+        compiler_options=options,
+        spec=spec,
+    )
+
+
+def _cuda_names() -> list[str]:
+    return list(dict.fromkeys([*GPUS, *sorted(embedded_specs())]))
+
+
+def _build(name: str) -> Target:
+    if name == "cpu":
+        chip = _cpu("cpu", "a CPU of this machine's kind")
+        return dataclasses.replace(chip, notes=_scheduler_note())
+    return _tpu(name) if name in TPUS else _cuda(name)
+
+
+def _tpu(name: str) -> Target:
+    chip = TPUS[name]
+    available = importlib.util.find_spec("libtpu") is not None
+    return Target(
+        name=name,
+        platform="tpu",
+        memory_bytes=int(chip.memory_gib * GIB),
+        bandwidth_bytes_per_second=chip.bandwidth,
+        flops_per_second=dict(chip.flops),
+        host_bandwidth_bytes_per_second=chip.host_bandwidth,
+        description=chip.description,
+        source="Google Cloud's TPU pages, per device; memory as the compiler enforces it; "
+        "the link to the host is assumed",
+        available=available,
+        needs=None if available else EXTRAS["tpu"],
+        topology=chip.topology,
+    )
+
+
+def _cuda(name: str) -> Target:
+    plugin = cuda_plugin() is not None
+    text = embedded_specs().get(name, "")
+    gpu = GPUS.get(name) or Gpu(
+        text_field(text, "device_description_str"), 0, 0.0, teraflops_of(text), 32e9
+    )
+    if not text and name in SILICON:
+        text = SILICON[name].text(gpu)
+    available = plugin and bool(text)
+    text, caveat = _supported(text)
+    return Target(
+        name=name,
+        platform="cuda",
+        memory_bytes=int(number_field(text, "device_memory_size")) or gpu.memory_bytes,
+        bandwidth_bytes_per_second=number_field(text, "memory_bandwidth") or gpu.bandwidth,
+        flops_per_second={kind: rate * TERA for kind, rate in gpu.teraflops.items()},
+        host_bandwidth_bytes_per_second=gpu.host_bandwidth,
+        description=gpu.description,
+        source="the CUDA plugin's description of the card"
+        if name in embedded_specs()
+        else "the vendor's data sheet",
+        available=available,
+        needs=None if available else EXTRAS["cuda"],
+        notes=(_NO_AUTOTUNING, *caveat),
+        topology=name,
+        spec=text,
+        compiler_options=_CUDA_OPTIONS,
+    )
+
+
+# Without the GPU, XLA cannot try its kernels. At the default autotuning level XLA (jax 0.12)
+# compiles the candidates anyway. That takes up to half of the compile time and changes neither the
+# program nor its memory.
+_CUDA_OPTIONS = (("xla_gpu_autotune_level", "0"),)
+
+
+_NO_AUTOTUNING = (
+    "compiled without the GPU, hence without autotuning: its workspace bytes may differ"
+)
+
+
+_CAPABILITY = re.compile(r"cuda_compute_capability \{\s*major: (\d+)(?:\s+minor: (\d+))?")
+
+
+def _supported(text: str) -> tuple[str, tuple[str, ...]]:
+    """Raise the compute capability of a description to the lowest that CUDA 13 supports."""
+    library, found = cuda_plugin(), _CAPABILITY.search(text)
+    if library is None or found is None or library.parent.name != "xla_cuda13":
+        return text, ()
+    own = int(found.group(1)), int(found.group(2) or 0)
+    if own >= (7, 5):
+        return text, ()
+    raised = _CAPABILITY.sub("cuda_compute_capability { major: 7 minor: 5", text)
+    note = f"CUDA 13 has dropped compute capability {own[0]}.{own[1]}: compiled for 7.5"
+    return raised, (note,)
+
+
+def _cpu(name: str, description: str) -> Target:
+    cores = os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # We assume two fused multiply-adds of 8 float32 values in each cycle at 2.5 GHz, and one memory
+    # channel for 4 cores.
+    rate = cores * 2.5e9 * 32
+    return Target(
+        name=name,
+        platform="cpu",
+        memory_bytes=memory,
+        bandwidth_bytes_per_second=20e9 * max(1, cores // 4),
+        flops_per_second={"float32": rate, "float64": rate / 2, "bfloat16": rate},
+        host_bandwidth_bytes_per_second=20e9 * max(1, cores // 4),
+        description=description,
+        source=f"this machine's memory; rates estimated from its {cores} cores",
+    )
+
+
+def _local() -> Target:
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return _cpu("local", "the CPU of this process")
+    platform = "cuda" if device.platform == "gpu" else device.platform
+    kind = device.device_kind
+    likeness = next(
+        (
+            chip
+            for chip in (_build(name) for name in (*TPUS, *_cuda_names()))
+            if chip.platform == platform and kind.lower() in chip.description.lower()
+        ),
+        None,
+    )
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    return Target(
+        name="local",
+        platform=platform,
+        memory_bytes=int(limit or (likeness.memory_bytes if likeness else 0)),
+        bandwidth_bytes_per_second=likeness.bandwidth_bytes_per_second if likeness else 0.0,
+        flops_per_second=dict(likeness.flops_per_second) if likeness else {},
+        host_bandwidth_bytes_per_second=likeness.host_bandwidth_bytes_per_second
+        if likeness
+        else 0.0,
+        description=kind,
+        source=f"memory as JAX's allocator has it; rates of {likeness.name}"
+        if likeness
+        else "memory as JAX's allocator has it",
+    )
+
+
+EXTRAS = {"tpu": "pip install 'remat-kit[tpu]'", "cuda": "pip install 'remat-kit[cuda]'"}
+
+
+def several_targets(targets: Any) -> list[Target]:
+    if not isinstance(targets, Sequence) or not targets:
+        raise UserError(
+            f"`measure(..., target={targets!r})`: this names no chip",
+            hint="give a name, such as 'h100', or a list of names; `remat_kit.targets` has them",
+        )
+    return [target(name) for name in targets]
+
+
+SCHEDULER_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
+
+
+def needs_scheduler_flag() -> bool:
+    """Tell whether XLA:CPU schedules for concurrency, which undoes rematerialization (jax 0.10)."""
+    return _jax.JAX_VERSION < (0, 11) and SCHEDULER_FLAG not in os.environ.get("XLA_FLAGS", "")
+
+
+def _scheduler_note() -> tuple[str, ...]:
+    if not needs_scheduler_flag():
+        return ()
+    return (
+        f"compiled with {SCHEDULER_FLAG}=false, because otherwise XLA:CPU of jax "
+        f"{jax.__version__} undoes what rematerialization saves; later releases save more",
+    )

@@ -1,0 +1,258 @@
+"""A worker process that compiles, with the code of both the parent and the child.
+
+Compilers for chips that are not in the machine need environment variables that are read only once,
+print to the terminal, and may abort the process. They therefore run in a child process. The child
+runs this file as a script. Its environment is set before JAX is imported, and it loads `lowering`
+and `_jax` on their own, so that it imports neither Flax nor the rest of the package.
+
+Requests and answers are pickled dictionaries on the standard streams, each preceded by its length.
+What libraries print goes to standard error; the parent stores it and shows it only if the child
+dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import select
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+IDLE_SECONDS = 300.0
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+_TAIL_BYTES = 64 * 1024
+
+
+_LENGTH = struct.Struct("<Q")
+
+
+def send(stream: IO[bytes], message: Any) -> None:
+    """Write one message."""
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    stream.write(_LENGTH.pack(len(data)))
+    stream.write(data)
+    stream.flush()
+
+
+def receive(stream: IO[bytes]) -> Any:
+    """Read one message; raise EOFError if the other side has ended."""
+    (length,) = _LENGTH.unpack(_read(stream, _LENGTH.size))
+    return pickle.loads(_read(stream, length))
+
+
+def _read(stream: IO[bytes], n: int) -> bytes:
+    chunks = []
+    while n:
+        if not (chunk := stream.read(n)):
+            raise EOFError
+        chunks.append(chunk)
+        n -= len(chunk)
+    return b"".join(chunks)
+
+
+# -- the parent's end -----------------------------------------------------------------------
+
+
+class WorkerDiedError(Exception):
+    """The child process ended without an answer."""
+
+    def __init__(self, status: int, stderr_lines: tuple[str, ...]):
+        self.status = status
+        self.stderr_lines = stderr_lines
+        super().__init__(f"the compiler's process {describe_status(status)}")
+
+
+def describe_status(status: int) -> str:
+    """Describe how a process ended.
+
+    >>> describe_status(-6), describe_status(3)
+    ('was ended by SIGABRT', 'ended with exit status 3')
+    """
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
+
+
+class Worker:
+    """A child process that compiles, started by the first request and again after it has died.
+
+    Args:
+        environment: variables to set in the child; they override those of this process.
+        idle_seconds: how long the child waits for the next request before it exits.
+    """
+
+    def __init__(self, environment: Mapping[str, str], *, idle_seconds: float = IDLE_SECONDS):
+        self._environment = dict(environment)
+        self._idle_seconds = idle_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stderr: IO[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send one request and return its answer.
+
+        Raises:
+            WorkerDiedError: the child ended before it answered.
+        """
+        with self._lock:
+            fresh = self._start()
+            try:
+                return self._exchange(request)
+            except WorkerDiedError as death:
+                # The child may have exited between the check and the request, because it was idle.
+                if fresh or death.status != 0:
+                    raise
+                self._start()
+                return self._exchange(request)
+
+    def close(self) -> None:
+        """End the child; the next request starts a new one."""
+        process, self._process = self._process, None
+        if process is not None:
+            self._end(process)
+
+    def _start(self) -> bool:
+        if self._process is not None and self._process.poll() is None:
+            return False
+        self.close()
+        self._stderr = _scratch_file()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", os.path.abspath(__file__), str(self._idle_seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env={**os.environ, **self._environment},
+        )
+        return True
+
+    def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            send(process.stdin, request)
+            return receive(process.stdout)
+        except (OSError, EOFError) as error:
+            # A process that closed its pipes is about to end, so this wait is short.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=30)
+            lines = self._last_lines()
+            self.close()
+            raise WorkerDiedError(process.returncode, lines) from error
+        except BaseException:
+            process.kill()
+            self.close()
+            raise
+
+    def _last_lines(self) -> tuple[str, ...]:
+        assert self._stderr is not None
+        size = self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, size - _TAIL_BYTES))
+        text = self._stderr.read().decode("utf-8", "replace")
+        return tuple(line for line in text.splitlines() if line.strip())
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        try:
+            process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if self._stderr is not None:
+            self._stderr.close()
+            self._stderr = None
+
+
+def _scratch_file() -> IO[bytes]:
+    """Open a file without a name; in memory if no temporary directory can be written."""
+    try:
+        return tempfile.TemporaryFile()
+    except OSError:
+        if not hasattr(os, "memfd_create"):
+            raise
+        return os.fdopen(os.memfd_create("remat_kit"), "w+b")
+
+
+# -- the child's end ------------------------------------------------------------------------
+
+
+def _load_lowering() -> Any:
+    for name, folder in (("remat_kit", _PACKAGE), ("remat_kit._chip", _PACKAGE / "_chip")):
+        package = types.ModuleType(name)
+        package.__path__ = [str(folder)]
+        sys.modules[name] = package
+    return importlib.import_module("remat_kit._chip.lowering")
+
+
+def answer(jax_section: Any, devices: dict[Any, Any], request: dict[str, Any]) -> dict[str, Any]:
+    """Compile one program; return an answer also if the compiler refuses the program."""
+    jax_section.apply_compile_settings(request["settings"])
+    place = (request["platform"], request["topology"], repr(request["topology_options"]))
+    try:
+        if place not in devices:
+            devices[place] = jax_section.topology_device(
+                request["platform"], request["topology"], request["topology_options"]
+            )
+        start = time.perf_counter()
+        executable = jax_section.compile_bytes(
+            request["program"], devices[place], request["options"]
+        )
+    except Exception as error:
+        return {"refused": f"{type(error).__name__}: {error}"}
+    return {
+        "compile_seconds": time.perf_counter() - start,
+        "memory": jax_section.executable_memory(executable),
+        "hlo": jax_section.executable_text(executable),
+    }
+
+
+def _leave_with(parent: int) -> None:
+    # While it compiles, the child does not read the pipe for minutes; without a parent, nobody
+    # would read its answer.
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(0)
+
+
+def main(idle_seconds: float) -> None:
+    """Answer requests until the parent ends or no request has come for a while."""
+    parent = os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    requests = os.fdopen(os.dup(0), "rb", buffering=0)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    devices: dict[Any, Any] = {}
+    jax_section = _load_lowering()
+    while select.select([requests], [], [], idle_seconds)[0]:
+        try:
+            request = receive(requests)
+        except EOFError:
+            break
+        send(answers, answer(jax_section, devices, request))
+    sys.stdout.flush()
+    os._exit(0)  # compile-only plugins may abort when they are torn down
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))

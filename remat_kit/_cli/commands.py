@@ -1,0 +1,533 @@
+"""The commands: each reads its options, calls the library and prints the answer."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import inspect
+import os
+import pathlib
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+
+from remat_kit._cli.output import (
+    BASELINE,
+    BATCH_OPTIONS,
+    LONGEST_OPTIMIZER,
+    PLAN_OPTIONS,
+    answer,
+    explained_write,
+    lints_of_a_raised_peak,
+    read_call,
+    refuse_idle,
+    shown_recipe,
+    write_file,
+    write_with,
+)
+from remat_kit._cli.progress import Progress
+from remat_kit._errors import MissingPluginError, UserError, unknown
+from remat_kit._program.builder import Builder, Loss, loaded, parse_sizes
+
+# -- the work of one command ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A model with the policies and targets that were asked for, after all were checked."""
+
+    builder: Builder
+    policies: tuple[str, ...]
+    targets: tuple[str, ...]
+    at: str | None
+    sizes: dict[str, Any]
+
+    def losses(self) -> dict[str, Loss]:
+        """Build the loss once for each policy, the baseline first."""
+        return {policy: self._loss(policy) for policy in self.policies}
+
+    def _loss(self, policy: str) -> Loss:
+        if policy == BASELINE or self.at is None:
+            return self.builder.build(self.sizes, None if policy == BASELINE else policy)
+        import remat_kit
+
+        fn, args = self.builder.build(self.sizes)
+        return remat_kit.policy(policy, at=self.at)(fn), args
+
+    def described(self) -> dict[str, Any]:
+        """The request, as plain values for JSON."""
+        return {"model": self.builder.address, "size": self.sizes, "at": self.at}
+
+
+@contextlib.contextmanager
+def _job(options: argparse.Namespace, targets: Sequence[str] = ()) -> Iterator[_Job]:
+    refuse_idle(options)
+    chosen = tuple(dict.fromkeys(options.target or targets))
+    _stay_off_the_device(chosen)
+    sizes = parse_sizes(options.size)
+    plans = set(PLAN_OPTIONS) if options.command in BATCH_OPTIONS else set()
+    policies = _checked_policies(options.policy, plans)
+    _check_targets(chosen)
+    _check_writable(options.json)
+    with loaded(options.model) as builder:
+        if set(policies[1:]) - plans and options.at is None and not builder.takes_policy:
+            raise UserError(
+                f"`{options.model}`: the builder takes no policy",
+                hint="name the modules for the policies with --at, for example --at '*/block_*', "
+                "or give the builder a parameter `policy`",
+            )
+        yield _Job(builder, policies, chosen, options.at, sizes)
+
+
+def _checked_policies(texts: Sequence[str], plans: Container[str] = ()) -> tuple[str, ...]:
+    from remat_kit._policy.reading import as_policy
+
+    for text in texts:
+        if text not in plans:
+            as_policy(text, call=f"--policy {text}")
+    return tuple(dict.fromkeys([BASELINE, *texts]))
+
+
+def _check_targets(names: Sequence[str]) -> None:
+    from remat_kit._chip.target import target
+
+    for name in names:
+        chip = target(name)
+        if not chip.available:
+            raise MissingPluginError(
+                f"`--target {name}`: the compiler for {chip.platform} is not installed",
+                hint=chip.needs,
+            )
+
+
+def _stay_off_the_device(targets: Sequence[str]) -> None:
+    """Trace on the CPU, so that the memory of an accelerator in this machine is not used."""
+    import jax
+
+    local = any(name.partition("@")[0] == "local" for name in targets)
+    if not local and not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def inspect_command(options: argparse.Namespace) -> None:
+    from remat_kit._inspect import comparison as _comparison
+    from remat_kit._inspect import report as _report
+
+    files = _files(options)
+    optimizer = _optimizer(options.optimizer)
+    earlier = None
+    if options.against is not None:
+        from remat_kit._inspect.compare import read_report
+
+        earlier = read_report(options.against, call="--against")
+    with _job(options) as job:
+        losses = job.losses()
+        reports = []
+        with Progress(len(losses)) as progress:
+            for policy, (fn, args) in losses.items():
+                progress.compiling(policy, job.targets)
+                with job.builder.explained(losses[BASELINE]):
+                    reports.append(
+                        _report.inspect(
+                            fn,
+                            *args,
+                            target=job.targets or None,
+                            optimizer=optimizer,
+                            label=policy,
+                            against=earlier,
+                        )
+                    )
+    comparison = _comparison.Comparison(tuple(reports))
+    alone = len(reports) == 1
+    shown = [*([] if alone else [comparison]), *(reports if alone or options.full else [])]
+    named = dataclasses.replace(comparison, model=job.builder.address)
+    writes = [functools.partial(write_file, file, named) for file in files]
+    answer(options, job.described() | comparison.to_json(), shown, writes)
+
+
+def _files(options: argparse.Namespace) -> list[tuple[str, str, pathlib.Path]]:
+    """Check the files to write besides JSON; return (kind, target, path) for each.
+
+    If there are several targets, the name of each picture and trace contains its target.
+    """
+    found = [("html", "", options.html)] if options.html else []
+    targets = tuple(dict.fromkeys(options.target))
+    for kind in ("png", "perfetto"):
+        path = getattr(options, kind)
+        if path is None:
+            continue
+        if not targets:
+            raise UserError(
+                f"`--{kind} {path}`: without a target nothing is compiled, and there is no "
+                "timeline to write",
+                hint="add --target, for example --target cpu",
+            )
+        for name in targets:
+            own = path if len(targets) == 1 else path.with_stem(f"{path.stem}-{name}")
+            found.append((kind, name, own))
+    for kind, _, path in found:
+        if kind == "png":
+            from remat_kit._show.figures import check_picture
+
+            check_picture(path, call=f"--png {path}")
+        _check_writable(path, kind)
+    return found
+
+
+def diff_command(options: argparse.Namespace) -> None:
+    from remat_kit._inspect import report as _report
+
+    with _job(options) as job:
+        if len(job.policies) == 1:
+            raise UserError(
+                f"`remat-kit diff {options.model}`: there is nothing to compare the baseline with",
+                hint="give a policy, for example --policy dots",
+            )
+        losses = job.losses()
+        before, args = losses[BASELINE]
+        diffs = {}
+        with Progress(len(losses) - 1) as progress:
+            for policy in job.policies[1:]:
+                progress.count(policy)
+                with job.builder.explained(losses[BASELINE]):
+                    after, _ = losses[policy]
+                    labels = (BASELINE, policy)
+                    diffs[policy] = _report.diff(
+                        before, after, *args, full=options.full, labels=labels
+                    )
+    found = [{"policy": policy, **diff.to_json()} for policy, diff in diffs.items()]
+    answer(options, job.described() | {"diffs": found}, [*diffs.values()])
+
+
+def _one_target(job: _Job) -> str:
+    if len(job.targets) > 1:
+        raise UserError(
+            f"`--target {' '.join(job.targets)}`: a plan is made for one chip",
+            hint="name one; run the command once for each",
+        )
+    return job.targets[0] if job.targets else "cpu"
+
+
+def plan_command(options: argparse.Namespace) -> None:
+    from remat_kit._planner import plan as _plan
+    from remat_kit._planner.search import parsed_budget
+
+    _check_writable(options.json)
+    _check_writable(options.save, "save")
+    budget = parsed_budget(options.budget, where=f"--budget {options.budget[:64]}")
+    optimizer = _optimizer(options.optimizer)
+    with _job(options, options.target) as job:
+        fn, args = job.builder.build(job.sizes, None)
+        with Progress() as progress, job.builder.explained((fn, args)):
+            found = _plan.plan(
+                fn,
+                *args,
+                budget=budget,
+                target=_one_target(job),
+                objective=options.objective,
+                optimizer=optimizer,
+                offload=options.offload,
+                progress=progress.say,
+            )
+    writes = [functools.partial(write_with, options.save, "save", found.save)]
+    plain = job.described() | found.to_json()
+    answer(options, plain, [found.explain()], writes if options.save else ())
+
+
+def _optimizer(text: str | None) -> Any:
+    """Return the optimizer of optax that a text names: ``adamw`` or ``optax.adamw(1e-3, b1=0.8)``.
+
+    The text is not evaluated: the name must be in a list, and arguments must be literals.
+    """
+    if text is None:
+        return None
+    call = f"--optimizer {text[:LONGEST_OPTIMIZER]}"
+    try:
+        import optax
+    except ImportError as error:
+        raise MissingPluginError(
+            f"`{call}`: optax is not installed", hint="pip install optax"
+        ) from (error)
+    public = [n for n in dir(optax) if n.islower() and not n.startswith("_")]
+    known = [n for n in public if _makes_optimizer(getattr(optax, n))]
+    name, args, kwargs = read_call(text, call)
+    if name not in known:
+        raise unknown("optimizer of optax", name, known, call=call)
+    # The learning rate does not matter for memory.
+    given = args or (() if "learning_rate" in kwargs else (1e-3,))
+    try:
+        return getattr(optax, name)(*given, **kwargs)
+    except Exception as error:
+        raise UserError(
+            f"`{call}`: optax.{name} does not accept these arguments: {error}",
+            hint=f"the name alone is enough: --optimizer {name}",
+        ) from error
+
+
+def _makes_optimizer(make: Any) -> bool:
+    """Tell whether a function of optax makes an optimizer: its first argument is a rate."""
+    try:
+        first = next(iter(inspect.signature(make).parameters), "")
+    except (TypeError, ValueError):
+        return False
+    return first == "learning_rate" and not inspect.isclass(make)
+
+
+def frontier_command(options: argparse.Namespace) -> None:
+    from remat_kit._planner import frontier as _frontier
+    from remat_kit._show.figures import check_drawing, check_picture
+
+    if options.png:
+        check_picture(options.png, call=f"--png {options.png}")
+    if options.html:
+        check_drawing(call=f"--html {options.html}")
+    for kind in ("json", "png", "html"):
+        _check_writable(getattr(options, kind), kind)
+    optimizer = _optimizer(options.optimizer)
+    with _job(options, options.target) as job:
+        fn, args = job.builder.build(job.sizes, None)
+        with Progress() as progress, job.builder.explained((fn, args)):
+            found = _frontier.frontier(
+                fn,
+                *args,
+                target=_one_target(job),
+                objective=options.objective,
+                optimizer=optimizer,
+                offload=options.offload,
+                progress=progress.say,
+            )
+    writes = [
+        functools.partial(write_with, path, kind, getattr(found, f"to_{kind}"))
+        for kind in ("png", "html")
+        if (path := getattr(options, kind))
+    ]
+    answer(options, job.described() | found.to_json(), [found.table()], writes)
+
+
+def measure_command(options: argparse.Namespace) -> None:
+    from remat_kit._chip.compile import measure
+
+    found: dict[str, dict[str, Any]] = {}
+    optimizer = _optimizer(options.optimizer)
+    with _job(options, targets=("cpu",)) as job:
+        losses = job.losses()
+        with Progress(len(losses) * len(job.targets)) as progress:
+            for policy, (fn, args) in losses.items():
+                for name in job.targets:
+                    progress.compiling(policy, (name,))
+                    with job.builder.explained(losses[BASELINE]):
+                        memory = measure(fn, *args, target=name, optimizer=optimizer)
+                    found.setdefault(policy, {})[name] = memory
+    lints = {policy: lints_of_a_raised_peak(found, policy) for policy in found}
+    policies = [
+        {
+            "policy": policy,
+            "memory": {name: m.to_json() for name, m in by_target.items()},
+            "lints": [lint.to_json() for lint in lints[policy]],
+        }
+        for policy, by_target in found.items()
+    ]
+    answer(options, job.described() | {"policies": policies}, [_memory_table(found, lints)])
+
+
+def _memory_table(found: dict[str, dict[str, Any]], lints: dict[str, list[Any]]) -> Any:
+    from remat_kit._show.table import Table
+    from remat_kit._units import format_bytes
+
+    def shown(size: int | None) -> str:
+        return "?" if size is None else format_bytes(size)
+
+    names = ["temporaries", "arguments", "outputs", "host", "peak", "memory", "headroom", "fits"]
+    rows = []
+    for policy, by_target in found.items():
+        for name, m in by_target.items():
+            sizes = (m.temp_bytes, m.argument_bytes, m.output_bytes, m.host_bytes, m.peak_bytes)
+            row = [policy, name, *map(shown, sizes), shown(m.memory_bytes)]
+            row += [shown(m.headroom_bytes), "yes" if m.fits else "no"]
+            rows.append((*row, "" if m.step_seconds is None else f"{1e3 * m.step_seconds:.3g} ms"))
+    columns = ("policy", "target", *names, "step")
+    if not any(row[-1] for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    notes = (n for by_target in found.values() for m in by_target.values() for n in m.all_notes)
+    warned = [f"lint: {policy}: {x.message}" for policy, some in lints.items() for x in some]
+    footer = "\n".join([*warned, *(f"note: {note}" for note in dict.fromkeys(notes))])
+    return Table("memory", columns, tuple(rows), footer)
+
+
+def max_batch_command(options: argparse.Namespace) -> None:
+    from remat_kit._batch import max_batch as _max_batch
+    from remat_kit._batch import model as _model
+    from remat_kit._chip.target import target
+
+    found: list[_max_batch.MaxBatch] = []
+    with _job(options, targets=("cpu",)) as job:
+        model = _batch_model(job, options)
+        asked = [(policy, name) for name in job.targets for policy in job.policies]
+        with Progress(len(asked)) as progress, _interruptible() as interrupted:
+            for policy, name in asked:
+                found.append(
+                    _max_batch.search(
+                        model,
+                        policy,
+                        target(name),
+                        start=options.start,
+                        step=options.step,
+                        at_most=options.at_most or _model.AT_MOST,
+                        progress=progress.say,
+                        call="remat-kit max-batch",
+                    )
+                )
+                if not found[-1].complete:
+                    raise KeyboardInterrupt
+                progress.advance()
+    if interrupted and not found:
+        raise KeyboardInterrupt
+    rows = [m.to_json() for m in found]
+    named = {"batch_name": options.batch_name, "complete": not interrupted, "results": rows}
+    table = _max_batch.max_batch_table(found, job.builder.address)
+    answer(options, job.described() | named, [table])
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def fit_command(options: argparse.Namespace) -> None:
+    from remat_kit._batch import fit as _fit
+    from remat_kit._chip.target import target
+
+    batches = sorted({batch for part in options.batch for batch in part})
+    with _job(options, targets=("cpu",)) as job:
+        model = _batch_model(job, options)
+        with Progress(len(job.targets) * len(job.policies) * len(batches)) as progress:
+            chips = [target(name) for name in job.targets]
+            found = _fit.matrix(
+                model,
+                job.policies,
+                chips,
+                batches,
+                progress=progress.count,
+                call="remat-kit fit",
+            )
+    named = {"batch_name": options.batch_name}
+    answer(options, job.described() | named | found.to_json(), [found.table()])
+    if not found.complete:
+        raise KeyboardInterrupt
+
+
+def _batch_model(job: _Job, options: argparse.Namespace) -> Any:
+    from remat_kit._batch.model import Model
+
+    model = Model(
+        job.builder,
+        job.sizes,
+        job.at,
+        options.batch_name,
+        optimizer=_optimizer(options.optimizer),
+    )
+    model.check(job.policies, f"remat-kit {options.command} {job.builder.address}")
+    return model
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[list[bool]]:
+    """Catch Ctrl-C; yield a list that is empty unless Ctrl-C was pressed."""
+    came: list[bool] = []
+    try:
+        yield came
+    except KeyboardInterrupt:
+        came.append(True)
+
+
+def bench_command(options: argparse.Namespace) -> None:
+    from remat_kit._cli import bench as _bench
+    from remat_kit._cli import published as _published
+
+    _published.published(options.arch, call=f"--arch {options.arch}")
+    _stay_off_the_device((options.target,))
+    sizes = parse_sizes(options.size)
+    _check_targets((options.target,))
+    _check_writable(options.json)
+    with Progress() as progress:
+        row = _bench.bench(
+            options.arch,
+            options.target,
+            models=options.models,
+            sizes=sizes,
+            compiles=options.compiles,
+            progress=progress.say,
+        )
+    answer(options, row.to_json(), [row.table()])
+
+
+def policies_command(options: argparse.Namespace) -> None:
+    from remat_kit._policy import recipe as _recipe
+    from remat_kit._show.table import Table
+
+    _check_writable(options.json)
+    chosen = [_recipe_of(options.name)] if options.name else _recipe.recipes()
+    plain = [_recipe_json(recipe) for recipe in chosen]
+    if options.name:
+        answer(options, plain[0], [shown_recipe(chosen[0])])
+        return
+    rows = [(r.usage, ", ".join(r.aliases), r.description) for r in chosen]
+    table = Table("policies", ("policy", "also", "what it does"), tuple(rows))
+    answer(options, {"policies": plain}, [table])
+
+
+def _recipe_of(text: str) -> Any:
+    from remat_kit._policy import recipe as _recipe
+    from remat_kit._policy.reading import as_policy
+
+    if any(mark in text for mark in "(|&~>"):
+        return _recipe.Recipe(text, repr(as_policy(text, call=text)))
+    return _recipe.load(text)
+
+
+def _recipe_json(recipe: Any) -> dict[str, Any]:
+    plain = dataclasses.asdict(recipe) | {"usage": recipe.usage}
+    plain["policy"] = plain.pop("text")
+    return plain | {"aliases": list(recipe.aliases), "parameters": dict(recipe.parameters)}
+
+
+def targets_command(options: argparse.Namespace) -> None:
+    from remat_kit._chip.target import targets
+    from remat_kit._show.table import Table
+    from remat_kit._units import format_bytes
+
+    _check_writable(options.json)
+    _stay_off_the_device(())
+    chips = targets()
+    rows = []
+    for chip in chips:
+        ready = "installed" if chip.available else f"missing: {chip.needs}"
+        rows.append((chip.name, chip.description, format_bytes(chip.memory_bytes), ready))
+    table = Table("targets", ("target", "chip", "memory", "compiler"), tuple(rows))
+    answer(options, {"targets": [_target_json(chip) for chip in chips]}, [table])
+
+
+def _target_json(chip: Any) -> dict[str, Any]:
+    names = (
+        *("name", "platform", "description", "memory_bytes", "bandwidth_bytes_per_second"),
+        *("host_bandwidth_bytes_per_second", "source", "available", "needs"),
+    )
+    plain = {name: getattr(chip, name) for name in names}
+    return plain | {"flops_per_second": dict(chip.flops_per_second)}
+
+
+# -- what is written --------------------------------------------------------------------------
+
+
+def _check_writable(path: str | pathlib.Path | None, kind: str = "json") -> None:
+    """Raise before the long work if the file cannot be written after it."""
+    if path is None or path == "-":
+        return
+    with explained_write(path, kind):
+        if "\0" in str(path):
+            raise OSError(0, "a path cannot contain a NUL character")
+        existed = os.path.lexists(path)
+        if existed and not os.path.isfile(path) and not os.path.isdir(path):
+            return  # opening a pipe would wait for its reader
+        with open(path, "a"):
+            pass
+        if not existed:
+            os.unlink(path)

@@ -1,0 +1,75 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from pathlib import Path
+
+UNFINISHED = ".writing-"
+
+
+def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Replace a file by these bytes, so that a reader sees all of them or none.
+
+    Args:
+        path: of the file.
+        data: all that it will hold.
+        mode: its permissions, less those that the process's umask takes away.
+    """
+    beside = path.parent / f"{UNFINISHED}{secrets.token_hex(8)}"
+    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(beside, path)
+    except BaseException:
+        remove_file(beside)
+        raise
+
+
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a file that a user asked for: all of it, or else leave what was there as it was.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     write_whole(f"{directory}/out.txt", "text")
+    ...     Path(f"{directory}/out.txt").read_text(encoding="utf-8")
+    'text'
+
+    Args:
+        path: of the file. A link stays one; a device or a pipe is written to as it is.
+        content: text is written as UTF-8; what UTF-8 cannot say is escaped.
+
+    Raises:
+        OSError: it cannot be written, or not all of it.
+    """
+    data = content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
+    real = Path(os.path.realpath(path))
+    try:
+        status = real.stat()
+    except FileNotFoundError:
+        write_atomically(real, data, 0o666)
+        return
+    if not stat.S_ISREG(status.st_mode):
+        real.write_bytes(data)
+        return
+    with real.open("ab"):
+        pass  # raises where the user took away the right to change it
+    try:
+        write_atomically(real, data, 0o666)
+    except PermissionError:  # a folder that takes no new files
+        real.write_bytes(data)
+    else:
+        with contextlib.suppress(OSError):
+            real.chmod(stat.S_IMODE(status.st_mode))
+
+
+def remove_file(path: Path) -> bool:
+    try:
+        path.unlink()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,48 @@
+"""Whose source line is it: the user's, or that of JAX, Flax or this package?"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import warnings
+from typing import Any
+
+from remat_kit import _jax
+from remat_kit._errors import RematKitWarning
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    import flax
+
+    folders = [os.path.dirname(flax.__file__), os.path.dirname(__file__)]
+    return tuple(f + os.sep for f in folders)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library_file(name: str) -> bool:
+    """Tell whether a source file is one of JAX, Flax, remat_kit or the standard library."""
+    return _jax.is_jax_file(name) or name.startswith(_library_folders())
+
+
+def source_of(eqn: Any) -> tuple[str, int]:
+    """Return (file, line) of the innermost frame that is the user's, or ("", 0).
+
+    Frames of JAX, Flax and remat_kit are passed over: `nn.Dense` inside a model is reported at
+    the line of the model that called it.
+    """
+    first = ("", 0)
+    for file, line, _ in _jax.user_frames(eqn):
+        if not file.startswith(_library_folders()):
+            return file, line
+        first = first if first[1] else (file, line)
+    return first
+
+
+def warn(message: str, hint: str) -> None:
+    """Give a `RematKitWarning` at the innermost line of the user's."""
+    depth, frame = 1, sys._getframe(0)
+    while frame is not None and is_library_file(frame.f_code.co_filename):
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(f"{message}\nhint: {hint}", RematKitWarning, stacklevel=depth)

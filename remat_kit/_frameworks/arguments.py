@@ -1,0 +1,502 @@
+"""What a decorated function's arguments become: arrays that are traced, and constants.
+
+`jax.checkpoint` traces every leaf of the arguments, Python's numbers and bools included, and
+refuses what is no array. `Call` does the same with two differences, both of them in favour of
+programs that run without the decorator. A leaf that is no array (None, a string, a function) is a
+constant. A Python bool or int whose value the function needs (in an ``if``, a ``range``, a shape)
+becomes one too: `trace` tries it as an array first and traces the function again if that fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from remat_kit import _jax
+from remat_kit._errors import UserError, unknown
+
+# A function, its positional arguments and its keyword arguments.
+Split = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class Call:
+    """One call of a function, as a function of the arrays among its arguments alone.
+
+    ``fn``, ``args`` and ``kwargs`` are that function and its arguments, with None in the places of
+    the constants. Two calls with the same constants have the same ``fn``, since JAX remembers what
+    it has traced by the function and by the types of its arguments.
+
+    >>> call = Call(lambda x, scale, kind: {kind: x * scale}, (jnp.ones(2), 3.0, "out"), {})
+    >>> [jax.typeof(x).str_short() for x in call.arrays]
+    ['float32[2]', 'float32[]']
+    >>> call.apply(jax.jit)
+    {'out': Array([3., 3.], dtype=float32)}
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        constants: Iterable[str] = (),
+    ):
+        fn = _jax.remembered(fn)
+        paths, leaves, tree = _leaves((args, kwargs))
+        constants = set(constants)
+        traced = [t and p not in constants for (x, t), p in zip(leaves, paths, strict=True)]
+        self.traced = traced
+        self.arrays = [_array(x) for (x, _), t in zip(leaves, traced, strict=True) if t]
+        # Where the arguments hold a Python bool or int that is traced.
+        self.steering = {
+            p
+            for (x, _), t, p in zip(leaves, traced, paths, strict=True)
+            if t and isinstance(x, int)
+        }
+        given = iter(self.arrays)
+        holes = [next(given) if t else None for t in traced]
+        self.args, self.kwargs = jax.tree.unflatten(tree, holes)
+        if all(traced) and not _equinox_modules():
+            self.fn = fn
+            return
+        filling = _Filling(
+            tree,
+            tuple(None if t else Static(x) for (x, _), t in zip(leaves, traced, strict=True)),
+            tuple(map(jax.typeof, self.arrays)),
+        )
+        fixed = all(t or _is_fixed(x) for (x, _), t in zip(leaves, traced, strict=True))
+        self.fn = _jax.shared(_filled, fn, filling) if fixed else _filled(fn, filling)
+
+    def trace(self) -> _jax.Traced:
+        """Trace the function, or find what `jax.checkpoint` would find traced."""
+        return _jax.trace(self.fn, self.args, self.kwargs)
+
+    def apply(self, transform: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+        """Call the function under a transformation, and return what the function returns."""
+        return self._whole(transform(self.fn)(*self.args, **self.kwargs))
+
+    def result(self, traced: _jax.Traced, outs: Sequence[Any]) -> Any:
+        """Return what the function returned when it was traced, with these arrays in it."""
+        return self._whole(jax.tree.unflatten(traced.out_tree, outs))
+
+    def like_arguments(self, values: Sequence[Any]) -> Any:
+        """Return one value for each array, arranged as `jax.checkpoint` arranges the arguments."""
+        tree = jax.tree.structure((self.args, self.kwargs))
+        args, kwargs = jax.tree.unflatten(tree, values)
+        return (args, kwargs) if kwargs else args
+
+    def _whole(self, out: Any) -> Any:
+        outputs = getattr(self.fn, _OUTPUTS, None)
+        return out if outputs is None else outputs.whole(out)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Filling:
+    """The constants among the leaves of arguments, None for an array, and what the arrays are."""
+
+    tree: Any
+    constants: tuple[Static | None, ...]
+    avals: tuple[Any, ...]
+
+
+class _Outputs:
+    """The leaves of a result that are no arrays, as the last trace found them."""
+
+    def __init__(self) -> None:
+        self.leaves: list[tuple[Any, bool]] = []
+        self.tree: Any = None
+
+    def arrays(self, out: Any) -> list[Any]:
+        leaves, self.tree = _outputs(out)
+        self.leaves = [(None if t else x, t) for x, t in leaves]
+        return [x for x, t in leaves if t]
+
+    def whole(self, arrays: Sequence[Any]) -> Any:
+        given = iter(arrays)
+        return jax.tree.unflatten(self.tree, [next(given) if t else x for x, t in self.leaves])
+
+
+_OUTPUTS = "__remat_kit_outputs__"
+
+
+def _filled(fn: Callable[..., Any], filling: _Filling) -> Callable[..., list[Any]]:
+    """Return ``fn`` as a function of the same arguments with None in the places of constants."""
+    outputs = _Outputs()
+
+    @functools.wraps(fn)
+    def filled(*args: Any, **kwargs: Any) -> list[Any]:
+        given = iter(jax.tree.leaves((args, kwargs)))
+        full = [next(given) if c is None else c.value for c in filling.constants]
+        args, kwargs = jax.tree.unflatten(filling.tree, full)
+        return outputs.arrays(fn(*args, **kwargs))
+
+    filled.__dict__[_OUTPUTS] = outputs
+    return filled
+
+
+class Static:
+    """A value as a part of a key, with the rules of `jax.checkpoint` for static arguments.
+
+    Values with a hash are compared, others are the same only if they are one object.
+
+    >>> Static(1) == Static(1), Static(1) == Static(True), Static([1]) == Static([1])
+    (True, False, False)
+    """
+
+    def __init__(self, value: Any):
+        self.value = value
+        try:
+            self.hash, self.hashable = hash((type(value), value)), True
+        except TypeError:
+            self.hash, self.hashable = id(value), False
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: Any) -> bool:
+        if not isinstance(other, Static) or type(other.value) is not type(self.value):
+            return False
+        if self.value is other.value:
+            return True
+        if isinstance(self.value, (float, complex)):
+            return repr(self.value) == repr(other.value)  # 0.0 == -0.0
+        return self.hashable and other.hashable and bool(self.value == other.value)
+
+
+def _is_fixed(x: Any) -> bool:
+    """Tell whether a constant can never change, as a list that a function appends to can."""
+    kinds = (bool, int, float, complex, str, bytes, enum.Enum, np.dtype, type)
+    return x is None or isinstance(x, kinds)
+
+
+def attempt(
+    run: Callable[[Call], Any],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    constants: set[str],
+) -> tuple[Call, Any]:
+    """Run a call with its Python bools and ints as arrays and, if that fails, as constants.
+
+    Returns the call that worked and what ``run`` returned; ``constants`` remembers what had to be
+    a constant.
+
+    >>> remembered = set()
+    >>> def f(x, double): return 2 * x if double else x
+    >>> call, _ = attempt(Call.trace, f, (jnp.ones(2), True), {}, remembered)
+    >>> len(call.arrays), remembered
+    (1, {'f[0][1]'})
+    """
+    name = getattr(fn, "__qualname__", "")
+    known = {c.removeprefix(name) for c in constants if c.startswith(name)}
+    call = Call(fn, args, kwargs, known)
+    steering = call.steering
+    try:
+        return call, run(call)
+    except Exception as error:
+        if not steering:
+            explain(error)
+            raise
+    # A Python bool or int may be to blame. If it is not, the same error comes again.
+    call = Call(fn, args, kwargs, known | steering)
+    try:
+        out = run(call)
+    except Exception as error:
+        explain(error)
+        raise
+    constants |= {name + path for path in steering}
+    return call, out
+
+
+def untraced(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], constants: set[str]
+) -> Any:
+    """Call a function with the arguments that a trace would give it, but without tracing it.
+
+    >>> untraced(lambda x, n: x[:n], (jnp.arange(4), 2), {}, set())
+    Array([0, 1], dtype=int32)
+    """
+
+    def run(call: Call) -> Any:
+        return call.apply(lambda fn: fn)
+
+    return attempt(run, fn, args, kwargs, constants)[1]
+
+
+def explain(error: Exception) -> None:
+    """Say on an error of JAX what `policy` can do about it."""
+    if isinstance(error, jax.errors.ConcretizationTypeError):
+        error.add_note(
+            "hint: if an argument of the decorated function is to be a Python value, not an array, "
+            "name it with static_argnums= or static_argnames= of remat_kit.policy"
+        )
+
+
+def _leaves(tree: Any) -> tuple[list[str], list[tuple[Any, bool]], Any]:
+    """Return the path of each leaf, the leaf with whether it is traced, and the structure."""
+    modules = _equinox_modules()
+    nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, modules))[0]
+    traced = []
+    for _, node in nodes:
+        test = _is_array if isinstance(node, modules) else is_traceable
+        traced += [test(x) for x in jax.tree.leaves(node)]
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+    return paths, [(x, t) for (_, x), t in zip(leaves, traced, strict=True)], structure
+
+
+def _outputs(out: Any) -> tuple[list[tuple[Any, bool]], Any]:
+    """Return the leaves of a result, each with whether it is an array, and the structure.
+
+    Everything is an array but what an Equinox module holds beside arrays; `jax.make_jaxpr`
+    refuses other results, as `jax.checkpoint` does.
+    """
+    modules = _equinox_modules()
+    nodes = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, modules))
+    arrays = []
+    for node in nodes:
+        inside = isinstance(node, modules)
+        arrays += [not inside or _is_array(x) for x in jax.tree.leaves(node)]
+    leaves, structure = jax.tree.flatten(out)
+    return list(zip(leaves, arrays, strict=True)), structure
+
+
+def _equinox_modules() -> tuple[type, ...]:
+    """`equinox.Module`, once somebody has imported it.
+
+    Its fields hold hyperparameters beside arrays (the rate of a dropout, an activation), which
+    `equinox.filter_checkpoint` leaves as they are.
+    """
+    loaded = sys.modules.get("equinox")
+    return () if loaded is None else (loaded.Module,)
+
+
+def holds_equinox(tree: Any) -> bool:
+    """Tell whether a module of Equinox is in a pytree."""
+    modules = _equinox_modules()
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, modules))
+    return any(isinstance(x, modules) for x in leaves)
+
+
+def _is_array(x: Any) -> bool:
+    return is_traceable(x) and not isinstance(x, (bool, int, float, complex))
+
+
+def is_traceable(x: Any) -> bool:
+    """Tell whether JAX takes ``x`` for an array; an int that does not fit is none.
+
+    >>> [is_traceable(x) for x in (1.0, True, jnp.ones(2), 2**70, "relu", None, jnp.tanh)]
+    [True, True, True, False, False, False, False]
+    """
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return False
+    try:
+        dtype = jax.typeof(x).dtype
+    except (TypeError, OverflowError):
+        return False
+    if type(x) is int:
+        limits = jnp.iinfo(dtype)
+        return int(limits.min) <= x <= int(limits.max)
+    return True
+
+
+def _array(x: Any) -> Any:
+    """Return ``x``, a Python scalar as the array of weak type that JAX makes of it."""
+    return jnp.asarray(x) if isinstance(x, (bool, int, float, complex)) else x
+
+
+# -- arguments that the user calls static -------------------------------------------------------
+
+
+def without_static(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    argnums: Sequence[int],
+    argnames: Sequence[str],
+    signature_of: Any,
+    skip: int = 0,
+    call: str,
+) -> Split:
+    """Close ``fn`` over its static arguments and return it with the other ones.
+
+    >>> f = lambda x, n, *, flip: (x * n, flip)
+    >>> closed, args, kwargs = without_static(
+    ...     f, (2.0, 3), {"flip": True}, argnums=(1,), argnames=("flip",), signature_of=f, call="f")
+    >>> args, kwargs, closed(*args, **kwargs)
+    ((2.0,), {}, (6.0, True))
+
+    Args:
+        signature_of: the function whose signature positions and names refer to.
+        skip: how many arguments of that signature come before ``args`` (1 for ``self``); the
+            result takes them first. Negative where ``args`` begins with arguments that the
+            signature does not have.
+        call: what an error calls the decorator.
+
+    Raises:
+        UserError: a position that neither the call nor the signature has; or, when ``fn`` runs,
+            a static argument whose value is needed and is being traced.
+    """
+    if not argnums and not argnames:
+        return fn, args, kwargs
+    parameters = _parameters(signature_of)
+    positions = {_position(i, len(args) + skip, parameters, argnums, call) for i in argnums}
+    names = set(argnames) | {parameters[i] for i in positions if i < len(parameters)}
+    positions |= {i for i, name in enumerate(parameters) if name in names}
+    static = {i - skip: args[i - skip] for i in positions if skip <= i < len(args) + skip}
+    static_kwargs = {k: v for k, v in kwargs.items() if k in names}
+
+    values = tuple(static.values()), tuple(static_kwargs.values())
+    closing = _Closing(
+        tuple(static),
+        tuple(static_kwargs),
+        tuple(map(Static, values[0])),
+        tuple(map(Static, values[1])),
+        len(args),
+        skip,
+        call,
+    )
+    traced = next(_traced_among(static, static_kwargs, skip), None)
+    closed = _closed(fn, closing) if traced is not None else _jax.shared(_closed, fn, closing)
+    rest = tuple(x for i, x in enumerate(args) if i not in static)
+    return closed, rest, {k: v for k, v in kwargs.items() if k not in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Closing:
+    """Static arguments: their positions and names, their values, and the number of positions."""
+
+    positions: tuple[int, ...]
+    names: tuple[str, ...]
+    by_position: tuple[Static, ...]
+    by_name: tuple[Static, ...]
+    count: int
+    skip: int
+    call: str
+
+
+def _closed(fn: Callable[..., Any], closing: _Closing) -> Callable[..., Any]:
+    """Return ``fn`` as a function of its other arguments."""
+    static = {i: s.value for i, s in zip(closing.positions, closing.by_position, strict=True)}
+    static_kwargs = {k: s.value for k, s in zip(closing.names, closing.by_name, strict=True)}
+
+    def closed(*rest: Any, **others: Any) -> Any:
+        given = iter(rest)
+        first = [next(given) for _ in range(closing.skip)]
+        places = range(closing.count)
+        full = [*first, *(static[i] if i in static else next(given) for i in places)]
+        try:
+            return fn(*full, **others, **static_kwargs)
+        except jax.errors.ConcretizationTypeError as error:
+            traced = next(_traced_among(static, static_kwargs, closing.skip), None)
+            if traced is None:
+                raise
+            raise UserError(
+                f"`{closing.call}`: {traced} is static, but its value is being traced",
+                hint="mark it static in the enclosing jit or grad too, or do not mark it here",
+            ) from error
+
+    closed.__name__ = getattr(fn, "__name__", type(fn).__name__)
+    closed.__qualname__ = getattr(fn, "__qualname__", closed.__name__)
+    return closed
+
+
+def check_names(names: Sequence[str], functions: Iterable[Any], call: str) -> None:
+    """Raise for a static argument that no function has a parameter for, as `jax.jit` does.
+
+    >>> check_names(["n"], [lambda x, n: x], "policy(...)")
+
+    Raises:
+        UnknownNameError: with the parameters that there are.
+    """
+    known: list[str] = []
+    for fn in functions:
+        try:
+            parameters = inspect.signature(fn).parameters.values()
+        except (TypeError, ValueError):
+            return  # a function of C does not say
+        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+            return
+        known += [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL]
+    for name in names:
+        if name not in known:
+            raise unknown("parameter", name, known, call=f"{call}: static_argnames={name!r}")
+
+
+def _parameters(fn: Any) -> list[str]:
+    """The names of the parameters that take a position, in order; none where they are unknown."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in kinds]
+
+
+def _position(
+    index: int, count: int, parameters: Sequence[str], argnums: Sequence[int], call: str
+) -> int:
+    if not -count <= index < max(count, len(parameters)):
+        raise UserError(
+            f"`{call}`: static_argnums={tuple(argnums)}, but the call has "
+            f"{count} positional arguments",
+            hint="count as the signature does, from 0, with `self` where the function or the "
+            "class is decorated; static_argnames takes names",
+        )
+    return index % count if index < 0 else index
+
+
+def _traced_among(
+    static: dict[int, Any], static_kwargs: dict[str, Any], skip: int
+) -> Iterator[str]:
+    named = {f"argument {i + skip}": x for i, x in static.items()}
+    named |= {f"{k!r}": x for k, x in static_kwargs.items()}
+    for name, x in named.items():
+        if any(isinstance(leaf, _jax.Tracer) for leaf in jax.tree.leaves(x)):
+            yield name
+
+
+# -- one flag for each argument -----------------------------------------------------------------
+
+
+def flags(prefix: Any, tree: Any, call: str) -> list[bool]:
+    """Return the bool of a prefix of ``tree`` for each of its leaves.
+
+    A tuple stands for any container with as many children, as for `jax.checkpoint`.
+
+    >>> flags((False, {"a": True, "b": False}), (1, {"a": (2, 3), "b": 4}), "f")
+    [False, True, True, False]
+    >>> flags(((True, False),), ({"a": 1, "b": 2},), "f")
+    [True, False]
+    """
+    if isinstance(prefix, bool):
+        return [prefix] * len(jax.tree.leaves(tree))
+    flatten = jax.tree_util.default_registry.flatten_one_level
+    given, there = flatten(prefix), flatten(tree)
+    if given is None or there is None:
+        raise _no_prefix(prefix, tree, call)
+    (some, kind), (children, node) = map(_children, (given, there))
+    alike = isinstance(prefix, (tuple, list)) or (type(prefix) is type(tree) and kind == node)
+    if not alike or len(some) != len(children):
+        raise _no_prefix(prefix, tree, call)
+    return [f for p, t in zip(some, children, strict=True) for f in flags(p, t, call)]
+
+
+def _children(level: tuple[Any, Any]) -> tuple[list[Any], Any]:
+    return list(level[0]), level[1]
+
+
+def _no_prefix(prefix: Any, tree: Any, call: str) -> UserError:
+    return UserError(
+        f"`{call}`: prevent_cse has {prefix!r} where the arguments have {jax.tree.structure(tree)}",
+        hint="give one bool, or bools in the form of the arguments that are not static",
+    )

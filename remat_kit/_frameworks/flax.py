@@ -1,0 +1,579 @@
+"""What remat_kit knows of Flax: how Linen lifts a function, how NNX makes one pure, who is who.
+
+Flax is imported when a Flax object is first met. The lifting hooks of Linen that are used here
+(`flax.linen.transforms.lift_transform`, `flax.core.lift.pack`) and in NNX
+(`flax.nnx.transforms.general.split_inputs`) are no documented API; seen on flax 0.12.8 and 0.12.12.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import inspect
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from remat_kit import _jax
+from remat_kit._errors import PolicyError
+
+# runs (function, args, kwargs) as one or several checkpoint regions
+Runner = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Regions(Protocol):
+    """What runs a function of a Linen module in regions."""
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of arrays in one or several checkpoint regions."""
+        ...
+
+    def untraced(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function of arrays as it is."""
+        ...
+
+    def without_static(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        signature_of: Any,
+        skip: int,
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Close ``fn`` over its static arguments."""
+        ...
+
+
+# -- who is who -------------------------------------------------------------------------------
+
+
+def _module_type(package: str) -> type | tuple[()]:
+    """The `Module` class of flax.linen or flax.nnx, or () while nobody has imported it."""
+    loaded = sys.modules.get(package)
+    return getattr(loaded, "Module", ()) if loaded is not None else ()
+
+
+def is_linen(x: Any) -> bool:
+    """Tell whether ``x`` is a Linen module."""
+    return isinstance(x, _module_type("flax.linen"))
+
+
+def is_linen_class(x: Any) -> bool:
+    """Tell whether ``x`` is a Linen module class, or a partial of one."""
+    x = x.func if isinstance(x, functools.partial) else x
+    return isinstance(x, type) and issubclass(x, _module_type("flax.linen"))
+
+
+def is_nnx(x: Any) -> bool:
+    """Tell whether ``x`` is an NNX module, or another NNX object such as `nnx.Rngs`."""
+    return isinstance(x, _nnx_types("Pytree", "Module"))
+
+
+def holds_nnx(tree: Any) -> bool:
+    """Tell whether ``tree`` holds the state of NNX, looking into plain pytrees.
+
+    Modules do, and so do `nnx.Rngs`, `nnx.Optimizer`, metrics (`nnx.Pytree`) and a variable alone.
+    """
+    kinds = _nnx_types("Pytree", "Module", "Variable")
+    if not kinds:
+        return False
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
+    return any(isinstance(x, kinds) for x in leaves)
+
+
+def _nnx_types(*names: str) -> tuple[type, ...]:
+    """Classes of flax.nnx, as far as they exist and somebody has imported it."""
+    loaded = sys.modules.get("flax.nnx")
+    found = (getattr(loaded, name, None) for name in names)
+    return tuple(x for x in found if isinstance(x, type))
+
+
+# -- whole steps of NNX -----------------------------------------------------------------------
+
+
+def holds_state(tree: Any) -> bool:
+    """Tell whether something of NNX that a step can change is in a pytree: modules, optimizers,
+    metrics, random streams and variables.
+    """
+    return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
+
+
+def is_state(x: Any) -> bool:
+    """Tell whether ``x`` is of NNX and may hold state."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def arrays_of(tree: Any) -> Any:
+    """Return a pytree with the state of what is of NNX in it; its objects may refer in circles."""
+
+    def state(x: Any) -> Any:
+        return sys.modules["flax.nnx"].split(x)[1] if is_state(x) else x
+
+    return jax.tree.map(state, tree, is_leaf=is_state)
+
+
+# What `nnx.jit` returns, whose `trace` wraps a `jax.stages.Traced`: flax 0.12.8 and 0.12.12.
+_NNX_JITTED = ("JitWrapped", "SimpleJitWrapped", "SimpleJitPartialWrapped")
+
+
+def is_nnx_jitted(fn: Any) -> bool:
+    """Tell whether ``fn`` is what `nnx.jit` returns."""
+    module = sys.modules.get("flax.nnx.transforms.compilation")
+    kinds = tuple(getattr(module, name) for name in _NNX_JITTED if hasattr(module, name))
+    return isinstance(fn, kinds)
+
+
+def jitted_of(fn: Any) -> Any:
+    """Return the jitted function inside what `nnx.jit` returns."""
+    return fn.jitted_fn
+
+
+def trace_jitted(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Trace what `nnx.jit` returns: every change of state is a result of the program."""
+    return fn.trace(*args, **kwargs).traced
+
+
+def jitted_step(fn: Callable[..., Any], donate_argnums: Sequence[int]) -> Any:
+    """Return ``nnx.jit(fn)``, for a step that changes the state of its arguments."""
+    from flax import nnx
+
+    return nnx.jit(fn, donate_argnums=tuple(donate_argnums))
+
+
+# -- Linen ------------------------------------------------------------------------------------
+
+
+def lift_linen(target: Any, regions: Regions, methods: Sequence[str] | None = None) -> Any:
+    """Return a Linen class, or a function of a module, whose calls go through ``regions``.
+
+    The class keeps its name, so parameters stay where they were (`nn.remat` renames an unnamed
+    ``Block_0`` to ``CheckpointBlock_0``).
+    """
+    from flax.linen import transforms
+
+    def remat_kit(fn: Callable[..., Any], signature_of: Any) -> Callable[..., Any]:
+        return _lifted(fn, regions, signature_of)
+
+    if not is_linen_class(target):
+        return transforms.lift_transform(remat_kit, target, signature_of=target)
+    cls = target.func if isinstance(target, functools.partial) else target
+    chosen = {m: {"signature_of": getattr(cls, m)} for m in methods or ("__call__",)}
+    lifted = transforms.lift_transform(remat_kit, target, methods=chosen)
+    _keep_names(lifted, target)
+    return lifted
+
+
+def _lifted(fn: Callable[..., Any], regions: Regions, signature_of: Any) -> Callable[..., Any]:
+    """The pattern of `flax.core.lift.checkpoint`, with ``regions`` in place of `jax.checkpoint`."""
+    from flax.core import lift
+
+    def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any):
+        # The scope is in the place of `self`, which positions count, as those of `nn.remat` do.
+        call, args, kwargs = regions.without_static(fn, args, kwargs, signature_of, skip=1)
+
+        scopes = jax.tree.leaves(scope_fn(variables, rngs))
+        counters = [_copied(scope.rng_counters) for scope in scopes]
+
+        def pure(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+            scope = scope_fn(variables, rngs)
+            # All scopes that `scope_fn` makes share their counters. A second trace of the call
+            # must draw the random keys that the first one drew.
+            for one, before in zip(jax.tree.leaves(scope), counters, strict=True):
+                _restore(one.rng_counters, before)
+            out = call(scope, *args, **kwargs)
+            return out, repack(scope)
+
+        # Nobody differentiates `init`, and it often runs without `jit`. Other calls may make
+        # parameters too, as `apply(..., mutable=True)` does.
+        initializing = any(scope.get_flag("initializing", False) for scope in scopes)
+        call_pure = regions.untraced if initializing else regions.run
+        return call_pure(pure, (variables, rngs, *args), kwargs)
+
+    return lift.pack(inner, (True,), (True,), (True,), name="remat", enable_kwargs=True)
+
+
+def _copied(counters: dict[Any, Any]) -> dict[Any, Any]:
+    """Copy the counters of a scope's random streams; those of its children are among them."""
+    return {k: _copied(v) if isinstance(v, dict) else v for k, v in counters.items()}
+
+
+def _restore(counters: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Set counters back in place, because scopes that are equal share the very dictionary."""
+    for key in counters.keys() - before.keys():
+        del counters[key]
+    for key, value in before.items():
+        if isinstance(value, dict):
+            _restore(counters[key], value)
+        else:
+            counters[key] = value
+
+
+def _keep_names(lifted: Any, target: Any) -> None:
+    if isinstance(target, functools.partial):
+        lifted, target = lifted.func, target.func
+    lifted.__name__ = target.__name__
+    lifted.__qualname__ = target.__qualname__
+    lifted.__module__ = target.__module__
+    lifted.__doc__ = target.__doc__
+
+
+def is_bound(module: Any) -> bool:
+    """Tell whether a Linen module already has its variables, as inside ``nn.compact``."""
+    return module.scope is not None
+
+
+def bound_linen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the first Linen module among the arguments that has its variables, or None."""
+    if _module_type("flax.linen") == ():
+        return None
+    leaves = jax.tree.leaves((args, kwargs))
+    return next((x for x in leaves if is_linen(x) and is_bound(x)), None)
+
+
+def call_linen(
+    fn: Callable[..., Any],
+    module: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    regions: Regions,
+) -> Any:
+    """Call a function of bound Linen modules, ``module`` one of them, through ``regions``."""
+    if args and args[0] is module:
+        return lift_linen(fn, regions)(*args, **kwargs)
+
+    # Flax lifts functions whose first argument is a module, and finds those in later ones.
+    def with_module_first(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    functools.update_wrapper(with_module_first, fn)
+    return lift_linen(with_module_first, regions)(module, *args, **kwargs)
+
+
+def linen_like(module: Any, cls: Any) -> Any:
+    """Return a module of class ``cls`` with the fields, name and parent of ``module``."""
+    fields = {
+        f.name: getattr(module, f.name)
+        for f in dataclasses.fields(module)
+        if f.init and f.name not in ("parent", "name")
+    }
+    return cls(**fields, name=module.name, parent=module.parent)
+
+
+# -- NNX --------------------------------------------------------------------------------------
+
+
+def run_nnx(
+    run: Runner, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a function of NNX objects through ``run``, which sees arrays alone.
+
+    What the function changes in them (BatchNorm statistics, counters of random streams, new
+    variables) is carried out of the regions and written back, as `nnx.remat` does. Objects that
+    were made outside of the trace that is running, as a model that a jitted function closes over,
+    can be read but not changed. Their values are constants here, where `nnx.remat` fails.
+    """
+    if not _can_be_changed((args, kwargs)):
+        fn = _reading_only(fn)
+        args, kwargs = _nnx_copies((args, kwargs))
+    from flax.nnx.transforms.general import merge_inputs, split_inputs
+
+    tag = "remat_kit"
+
+    known = with_known_arguments(fn)
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return known(*args, **kwargs)
+
+    pure = merge_inputs(call, ctxtag=tag)
+
+    def regions(*pure_args: Any) -> Any:
+        return run(pure, pure_args, {})
+
+    return split_inputs(regions, ctxtag=tag)(args, kwargs)
+
+
+def _is_nnx(x: Any) -> bool:
+    return isinstance(x, _nnx_types("Pytree", "Module", "Variable"))
+
+
+def _variables(tree: Any) -> list[Any]:
+    """Return the variables of the NNX objects in a pytree, in the order of their paths."""
+    from flax import nnx
+
+    objects = [x for x in jax.tree.leaves(tree, is_leaf=_is_nnx) if _is_nnx(x)]
+    return [x for _, x in nnx.iter_graph(objects) if isinstance(x, nnx.Variable)]
+
+
+def _can_be_changed(tree: Any) -> bool:
+    """Tell whether the variables in a pytree belong to the trace that is running.
+
+    Seen on flax 0.12.8 and 0.12.12.
+    """
+    return all(getattr(x, "_can_update", True) for x in _variables(tree))
+
+
+def _nnx_copies(tree: Any) -> Any:
+    """Return a pytree with its NNX objects copied into the trace that is running."""
+    from flax import nnx
+
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_nnx)
+    places = [i for i, x in enumerate(leaves) if _is_nnx(x)]
+    copies = nnx.merge(*nnx.split([leaves[i] for i in places]), copy=True)
+    for i, copy in zip(places, copies, strict=True):
+        leaves[i] = copy
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _reading_only(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn``, which must not change what it is given, since nothing could take it over."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = [(x, x.get_raw_value()) for x in _variables((args, kwargs))]
+        out = fn(*args, **kwargs)
+        after = _variables((args, kwargs))
+        if [(id(x), id(value)) for x, value in before] != [
+            (id(x), id(x.get_raw_value())) for x in after
+        ]:
+            raise PolicyError(
+                f"`{getattr(fn, '__name__', 'the function')}` changes an NNX object that was made "
+                "outside of the function that JAX is tracing, where the change would be lost",
+                hint="pass the object as an argument through `nnx.jit`, `nnx.grad` or another "
+                "transformation of NNX, which carries changes out",
+            )
+        return out
+
+    return call
+
+
+def opened_nnx(fn: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Take the NNX objects that a method or a partial function is bound to out of it.
+
+    Returns a function, and the positional and the keyword arguments that come before a caller's.
+    `nnx.remat` refuses bound methods, because a change in ``self`` would be lost.
+    """
+    if isinstance(fn, functools.partial) and holds_nnx((fn.args, fn.keywords, _self_of(fn.func))):
+        inner, args, kwargs = opened_nnx(fn.func)
+        return inner, (*args, *fn.args), {**kwargs, **fn.keywords}
+    if isinstance(fn, types.MethodType) and holds_nnx(fn.__self__):
+        return fn.__func__, (fn.__self__,), {}
+    return fn, (), {}
+
+
+def _self_of(fn: Any) -> Any:
+    return fn.__self__ if isinstance(fn, types.MethodType) else None
+
+
+# -- module paths of NNX ----------------------------------------------------------------------
+# Linen opens a named scope per module call; NNX does not. While a trace of ours runs, the methods
+# of every NNX class do so, by the path of the instance under the module that was met first. What
+# JAX remembers of jitted functions from other traces has no such scopes, so ours do not share it.
+
+
+class _Scopes:
+    """The modules met in one trace: their paths by identity, and the one being called."""
+
+    def __init__(self) -> None:
+        self.paths: dict[int, tuple[str, ...]] = {}
+        self.alive: list[Any] = []  # ids stay valid while these live
+        self.current: tuple[str, ...] = ()
+        self.outside = list(_contexts())
+
+    def enter(self, module: Any) -> tuple[str, ...]:
+        """Return the path of a module that is called."""
+        if id(module) not in self.paths:
+            self._take(module, self._path_of_copy(module) or self._path_by_class(module))
+        return self.paths[id(module)]
+
+    def arguments(self, tree: Any) -> None:
+        """Take in the modules that a function is called with."""
+        base = _module_type("flax.nnx")
+        for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, base)):
+            if isinstance(x, base) and id(x) not in self.paths:
+                self._take(x, self._path_of_copy(x) or (*self.current, type(x).__name__))
+
+    def _take(self, root: Any, base: tuple[str, ...]) -> None:
+        from flax import nnx
+
+        for path, module in nnx.iter_modules(root):
+            self.paths.setdefault(id(module), (*base, *map(str, path)))
+            self.alive.append(module)
+
+    def _path_of_copy(self, module: Any) -> tuple[str, ...] | None:
+        """Return the path of what a transformation of NNX in this trace made a copy of."""
+        for context in _contexts():
+            if not any(context is c for c in self.outside):
+                original = _original(context, module)
+                if original is not None:
+                    return self.enter(original)
+        return None
+
+    def _path_by_class(self, module: Any) -> tuple[str, ...]:
+        """Return a path for a module of unknown origin.
+
+        A copy that was made in another way, as by `nnx.merge`, gets the path of the one module of
+        its class below the caller, where there is one.
+        """
+        depth = len(self.current)
+        kin = {
+            self.paths[id(m)]
+            for m in self.alive
+            if type(m) is type(module) and self.paths[id(m)][:depth] == self.current
+        }
+        return kin.pop() if len(kin) == 1 else (*self.current, type(module).__name__)
+
+
+# `GraphContext` and `UpdateContext` of `flax.nnx.graphlib` are no documented API: 0.12.8, 0.12.12.
+
+
+def _contexts() -> Iterator[Any]:
+    """Yield what the transformations of NNX know that are running now."""
+    graphlib = sys.modules.get("flax.nnx.graphlib")
+    known = getattr(graphlib, "GRAPH_CONTEXT", None)
+    for stack in getattr(known, "update_context_stacks", {}).values():
+        yield from stack
+
+
+def _original(context: Any, copy: Any) -> Any:
+    """Return the object whose copy a transformed function was given, None for any other object.
+
+    While the function runs, the context of the transformation numbers the objects that came from
+    outside and their copies.
+    """
+    numbers = getattr(context, "inner_ref_outer_index", None)
+    objects = getattr(context, "outer_index_outer_ref", None)
+    if numbers is None or objects is None or copy not in numbers:
+        return None
+    original = objects.get(numbers[copy])
+    return None if original is copy else original
+
+
+_scopes: contextvars.ContextVar[_Scopes | None] = contextvars.ContextVar("nnx_scopes", default=None)
+
+
+_patched: list[tuple[type, str, Any]] = []
+
+
+_users = 0
+
+
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def nnx_scopes() -> Iterator[None]:
+    """While it is open, calls of NNX modules write their path into the name stack."""
+    base = _module_type("flax.nnx")
+    if base == () or _scopes.get() is not None:
+        yield
+        return
+    _patch(base)
+    token = _scopes.set(_Scopes())
+    try:
+        with _jax.traces_of_their_own():
+            yield
+    finally:
+        _scopes.reset(token)
+        _unpatch()
+
+
+def with_known_arguments(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn``, whose arguments name the NNX modules in them while `nnx_scopes` is open."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        scopes = _scopes.get()
+        if scopes is not None:
+            scopes.arguments((args, kwargs))
+        return fn(*args, **kwargs)
+
+    return call
+
+
+def scoped_method(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return ``fn``; with the scope of its module, if it is a method of an NNX module.
+
+    >>> from flax import nnx
+    >>> layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    >>> scoped_method(nnx.Linear.__call__, (layer,)) is nnx.Linear.__call__
+    False
+    >>> scoped_method(max, (layer,)) is max
+    True
+    """
+    if not args or not isinstance(args[0], _module_type("flax.nnx")):
+        return fn
+    name = getattr(fn, "__name__", "")
+    found = (vars(cls).get(name) for cls in type(args[0]).__mro__)
+    return _scoped(fn) if any(_wraps(method, fn) for method in found) else fn
+
+
+def _wraps(method: Any, fn: Any) -> bool:
+    """Tell whether ``fn`` is ``method`` or a function that its decorators call."""
+    while method is not None:
+        if method is fn:
+            return True
+        method = getattr(method, "__wrapped__", None)
+    return False
+
+
+def _patch(base: Any) -> None:
+    global _users
+    with _lock:
+        _users += 1
+        done = {cls for cls, _, _ in _patched}
+        for cls in _subclasses(base):
+            for name, method in list(vars(cls).items()) if cls not in done else ():
+                if inspect.isfunction(method) and (name == "__call__" or name[0] != "_"):
+                    _patched.append((cls, name, method))
+                    setattr(cls, name, _scoped(method))
+
+
+def _unpatch() -> None:
+    global _users
+    with _lock:
+        _users -= 1
+        while _users == 0 and _patched:
+            cls, name, original = _patched.pop()
+            setattr(cls, name, original)
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for sub in type.__subclasses__(cls):
+        yield sub
+        yield from _subclasses(sub)
+
+
+def _scoped(original: Any) -> Any:
+    """Return a method that opens the scope of its module; the same one for the same method."""
+    return _jax.shared(_make_scoped, original, None)
+
+
+def _make_scoped(original: Any, _: None) -> Any:
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scopes = _scopes.get()
+        if scopes is None or not isinstance(self, _module_type("flax.nnx")):
+            return original(self, *args, **kwargs)
+        path, outer = scopes.enter(self), scopes.current
+        if path == outer:  # another method of the same module, or `super().__call__`
+            return original(self, *args, **kwargs)
+        new = path[len(outer) :] if path[: len(outer)] == outer else path
+        with contextlib.ExitStack() as stack:
+            for part in new:
+                stack.enter_context(jax.named_scope(part))
+            scopes.current = path
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                scopes.current = outer
+
+    return call

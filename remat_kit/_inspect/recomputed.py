@@ -1,0 +1,188 @@
+"""Find what a gradient computes twice: each recomputed operation and its forward original."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from remat_kit._program import ops as _ops
+from remat_kit._program.flow import Op
+from remat_kit._program.gradient import Gradient, trace_gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class Recomputed:
+    """Operations that the backward pass recomputes, and how often.
+
+    `Report.recomputed` holds them.
+
+    >>> import jax, jax.numpy as jnp, remat_kit
+    >>> loss = remat_kit.policy("nothing")(lambda w: jnp.sum(jnp.sin(jnp.exp(w @ w))))
+    >>> w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    >>> [(r.primitive, r.count, r.flops) for r in remat_kit.inspect(loss, w).recomputed]
+    [('dot_general', 1, 1024.0), ('exp', 1, 64.0)]
+
+    Attributes:
+        primitive: the JAX primitive.
+        module: path of the module whose forward pass computes it first.
+        source: ``file:line`` of the user's line.
+        shape: the shape of one result.
+        dtype: the dtype of the result.
+        count: how many of them; in a loop once for each iteration.
+        flops: floating-point operations of all of them.
+        bytes: the size of all results together, which is the memory that saving them would take.
+        region: path of the checkpoint region.
+        cost_known: whether ``flops`` includes them; the cost of a foreign kernel is unknown.
+    """
+
+    primitive: str
+    module: str
+    source: str
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    flops: float
+    bytes: int
+    region: str = ""
+    cost_known: bool = True
+
+    @property
+    def is_free(self) -> bool:
+        """Tell whether the operation only moves data: a reshape, a broadcast, a transpose."""
+        return self.flops == 0 and self.cost_known
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, ready for `json.dumps`."""
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return plain | {"shape": list(self.shape)}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Duplicate:
+    """One recomputed operation and the operation of the forward pass that computes the same."""
+
+    op: Op
+    twin: Op
+
+
+def duplicates(gradient: Gradient) -> Iterator[Duplicate]:
+    """Yield the operations of a traced gradient that a checkpoint region runs a second time.
+
+    Operations with equal numbers are the same computation. Values that depend on no argument, such
+    as zeros or masks of iotas, are left out, because compilers fold them.
+    """
+    first: dict[int, Op] = {}
+    is_constant = gradient.flow.numbering.is_constant
+    for op in gradient.ops():
+        number = op.numbers[0] if op.numbers else None
+        if number is None or is_constant(number):
+            continue
+        twin = first.setdefault(number, op)
+        if twin is not op and op.recomputed:
+            yield Duplicate(op, twin)
+
+
+def recomputed(
+    fn: Callable[..., Any], args: Sequence[Any], argnums: int | Sequence[int] = 0
+) -> list[Recomputed]:
+    """Return what the gradient of a loss computes twice because of checkpoint regions.
+
+    >>> import jax, jax.numpy as jnp
+    >>> layer = jax.checkpoint(lambda x, w: jnp.sin(jnp.tanh(x @ w)))
+    >>> x = w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    >>> for r in recomputed(lambda w, x: layer(x, w).sum(), (w, x)):
+    ...     print(r.primitive, r.shape, r.count, r.flops)
+    dot_general (8, 8) 1 1024.0
+    tanh (8, 8) 1 64.0
+
+    Args:
+        fn: called as ``fn(*args)``; returns a real scalar, or a pair of a scalar and anything.
+        args: pytrees of arrays or `jax.ShapeDtypeStruct`.
+        argnums: which arguments to differentiate.
+
+    Returns:
+        One entry for each primitive, module, source line and shape, most FLOPs first. The sine
+        above is not recomputed: the backward pass computes its cosine, which is a new value.
+
+    Raises:
+        NotDifferentiableError, UserError: `fn` has no gradient for these arguments.
+    """
+    return recomputed_of(trace_gradient(fn, args, argnums, call="recomputed"))
+
+
+def recomputed_of(gradient: Gradient) -> list[Recomputed]:
+    """Return the recomputed operations of a traced gradient, most FLOPs first."""
+    groups: dict[tuple[Any, ...], list[Op]] = {}
+    for found in duplicates(gradient):
+        aval, twin = found.op.eqn.outvars[0].aval, found.twin
+        key = (twin.primitive, twin.module, twin.source, aval.shape, str(aval.dtype))
+        groups.setdefault(key, []).append(found.op)
+    regions = region_paths(gradient)
+    found = [_summary(key, ops, regions) for key, ops in groups.items()]
+    return sorted(found, key=lambda r: (-r.flops, -r.bytes))
+
+
+def region_paths(gradient: Gradient) -> dict[int, str]:
+    """Map each number of a value to the path of the checkpoint region that computes it."""
+    regions: dict[int, str] = {}
+    for region in gradient.primal.regions:
+        for op in region.ops:
+            for number in op.numbers:
+                regions[number] = region.module
+    return regions
+
+
+def _summary(key: tuple[Any, ...], ops: Sequence[Op], regions: dict[int, str]) -> Recomputed:
+    primitive, module, source, shape, dtype = key
+    size = sum(_ops.nbytes(v.aval) for v in ops[0].eqn.outvars)
+    count = round(sum(op.times for op in ops))
+    return Recomputed(
+        primitive=primitive,
+        module=module,
+        source=source,
+        shape=tuple(shape),
+        dtype=dtype,
+        count=count,
+        flops=sum(op.flops for op in ops),
+        bytes=count * size,
+        region=regions.get(ops[0].numbers[0], ""),
+        cost_known=not any(_ops.unknown_costs(op.eqn) for op in ops),
+    )
+
+
+def forward_flops(gradient: Gradient) -> float:
+    """Return the floating-point operations of the loss alone, with loops counted in full."""
+    return sum(op.flops for op in gradient.primal_live if op.kind == "equation")
+
+
+@dataclasses.dataclass(frozen=True)
+class UnknownCost:
+    """Operations of a loss whose cost is unknown, because JAX knows only their shapes.
+
+    Attributes:
+        primitive: the JAX primitive: ``ffi_call``, ``pure_callback``, ….
+        module: path of the module.
+        source: ``file:line`` of the user's line.
+        count: how many of them; in a loop once for each iteration.
+    """
+
+    primitive: str
+    module: str
+    source: str
+    count: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, ready for `json.dumps`."""
+        return dataclasses.asdict(self)
+
+
+def unknown_costs(gradient: Gradient) -> tuple[UnknownCost, ...]:
+    """Return the operations of the loss that no FLOPs include."""
+    found: dict[tuple[str, str, str], float] = {}
+    for op in gradient.primal_live:
+        if op.kind == "equation":
+            for eqn in _ops.unknown_costs(op.eqn):
+                key = (eqn.primitive.name, op.module, op.source)
+                found[key] = found.get(key, 0) + op.times
+    return tuple(UnknownCost(*key, count=round(times)) for key, times in sorted(found.items()))

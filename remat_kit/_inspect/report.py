@@ -1,0 +1,480 @@
+"""Report what a training step saves, what it computes twice and what that costs on a chip.
+
+A report is a value. It prints as plain text, as tables where `rich` prints it, as HTML in a
+notebook, and as JSON. Its methods also write it as a page, a picture and a trace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from remat_kit import _files, _frames
+from remat_kit._apply import decorate as _decorate
+from remat_kit._apply import void as _void
+from remat_kit._chip import compile as _compile
+from remat_kit._chip.memory import Memory
+from remat_kit._chip.target import Target
+from remat_kit._compiled.duplicates import RecomputedOps
+from remat_kit._inspect import recomputed as _recomputed
+from remat_kit._inspect import residuals as _residuals
+from remat_kit._inspect.compare import Change as Change
+from remat_kit._inspect.compare import compare as compare
+from remat_kit._inspect.diff import Diff as Diff
+from remat_kit._inspect.diff import diff as diff
+from remat_kit._inspect.lints.lint import lints_of
+from remat_kit._inspect.lints.scene import CompiledFacts, Lint
+from remat_kit._inspect.reading import Reading, TracedReading, read
+from remat_kit._inspect.recomputed import Recomputed, UnknownCost
+from remat_kit._inspect.residuals import Residual
+from remat_kit._inspect.tables import (
+    Totals,
+    lint_tables,
+    memory_table,
+    policy_text,
+    reading_tables,
+    recomputed_table,
+    saved_table,
+    summary_table,
+    target_names,
+    totals_by,
+    unknown_table,
+    versions,
+)
+from remat_kit._program.gradient import trace_gradient
+from remat_kit._program.paths import roll_up as roll_up
+from remat_kit._show import figures as _figures
+from remat_kit._show import page as _page
+from remat_kit._show.table import Table
+
+# -- one report -------------------------------------------------------------------------------
+
+
+def inspect(
+    fn: Callable[..., Any],
+    *args: Any,
+    policy: Any = None,
+    at: str | None = None,
+    target: str | Target | Sequence[str | Target] | None = None,
+    argnums: int | Sequence[int] = 0,
+    optimizer: Any = None,
+    label: str | None = None,
+    against: Any = None,
+) -> Report:
+    """Report what the gradient of a loss saves, what it computes twice, and what a chip needs.
+
+    This function follows `jax.ad_checkpoint.print_saved_residuals` and adds the cost of each value.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def loss(w, x):
+    ...     return jnp.sum(jnp.sin(jnp.tanh(x @ w)))
+    >>> w = x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    >>> report = inspect(loss, w, x, policy="dots")
+    >>> [(r.primitive, r.bytes, r.reason) for r in report.saved]
+    [('dot_general', 16384, 'save(dots)')]
+    >>> [r.primitive for r in report.recomputed]
+    ['tanh']
+
+    Args:
+        fn: called as ``fn(*args)``; returns a real scalar, or a pair of a scalar and anything.
+        args: pytrees of arrays or `jax.ShapeDtypeStruct`.
+        policy: applied to ``fn`` first, as `remat_kit.policy` does; None changes nothing.
+        at: the module paths that ``policy`` is applied at.
+        target: one chip or several to compile for; by default nothing is compiled.
+        argnums: which arguments to differentiate.
+        optimizer: an ``optax.GradientTransformation``. If it is given, the whole training step
+            with this optimizer is compiled, as for `measure`.
+        label: the name of the report; by default the policy.
+        against: an earlier report, or the path of one that ``remat-kit inspect --json`` wrote. The
+            report then also says what grew and what shrank since, as `compare` does.
+
+    Returns:
+        A report. ``saved`` holds intermediate values only. Arguments and constants that the
+        backward pass reads are in ``inputs``, because they are live anyway.
+
+    Raises:
+        NotDifferentiableError, UserError: ``fn`` has no gradient for these arguments.
+        PolicyError, UnknownNameError: the policy does not fit the loss.
+        TargetError: a chip is not known, or this machine cannot compile for it.
+    """
+    _void.check_at(policy, at, "inspect")
+    loss = fn if policy is None else _decorate.policy(policy, at=at)(fn)
+    gradient = trace_gradient(loss, args, argnums, call="inspect")
+    kept = _residuals.kept_of(gradient)
+    recomputed = tuple(_recomputed.recomputed_of(gradient))
+    forward_flops = _recomputed.forward_flops(gradient)
+    memory: dict[str, Memory] = {}
+    readings: dict[str, Reading] = {}
+    chips = target_names(target)
+    if chips:
+        traced = TracedReading.of(gradient, [r for _, r in kept], loss, args, argnums)
+    for chip in chips:
+        compiled = _compile.compile_program(
+            loss, args, chip, argnums=argnums, optimizer=optimizer, call="inspect"
+        )
+        _compile.warn_of_offload_on_cpu(compiled, "inspect")
+        name = compiled.memory.target
+        memory[name] = compiled.memory
+        reading = read(compiled, traced)
+        if reading is not None:
+            readings[name] = reading
+    hlo = {name: reading.ops for name, reading in readings.items()}
+    chosen, place = _decorate.applied(loss)
+    lints = lints_of(
+        gradient,
+        kept,
+        recomputed,
+        forward_flops=forward_flops,
+        policy=chosen,
+        at=place,
+        compiled={name: CompiledFacts(memory[name], hlo.get(name)) for name in memory},
+    )
+    for lint in lints:
+        if lint.code in _VOID and readings:
+            _frames.warn(f"`inspect`: {lint.message}", lint.fix)
+    unknown = _recomputed.unknown_costs(gradient)
+    notes = [n for m in memory.values() for n in m.all_notes]
+    if unknown:
+        names = ", ".join(dict.fromkeys(u.primitive for u in unknown))
+        notes.append(f"cost unknown of {names}: the FLOPs and times here leave it out")
+    for place, reading in readings.items():
+        if silent := ", ".join(reading.estimate.uncounted):
+            notes.append(
+                f"the step time on {place} counts only the bytes of {silent}: the compiled program "
+                "does not say how much they compute"
+            )
+    report = Report(
+        policy=label or policy_text(policy),
+        saved=tuple(r for _, r in kept if not r.is_input),
+        inputs=tuple(r for _, r in kept if r.is_input),
+        recomputed=recomputed,
+        forward_flops=forward_flops,
+        memory=memory,
+        hlo=hlo,
+        readings=readings,
+        notes=tuple(dict.fromkeys(notes)),
+        lints=lints,
+        unknown_costs=unknown,
+    )
+    return report if against is None else report.against(against)
+
+
+_VOID = ("offload-dropped", "cse-undone")  # a compiled program shows that the policy had no effect
+
+
+class ShownReport:
+    """Base class of reports: prints as plain text, in a terminal and in a notebook."""
+
+    def tables(self) -> list[Table]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n\n".join(t.text() for t in self.tables())
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        del console, options
+        for table in self.tables():
+            yield table.rich()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Print as text where IPython would print the repr, which contains every value."""
+        del cycle
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        tables = f'<div class="remat-kit">{"".join(t.html() for t in self.tables())}</div>'
+        plain = self._plain()
+        if not any(r["timeline"] for r in plain["policies"]):
+            return tables
+        return f"{_page.inline(plain)}<details><summary>as tables</summary>{tables}</details>"
+
+    def _plain(self) -> dict[str, Any]:
+        """Return the data of pages and pictures: the JSON of a comparison, with every buffer."""
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write a page for a browser that needs no server and no network."""
+        _files.write_whole(path, _page.page(self._plain()))
+
+    def to_png(self, path: str | os.PathLike[str], target: str | None = None) -> None:
+        """Draw the live bytes over the schedule: by phase for one policy, else a line for each.
+
+        Args:
+            path: of the picture; its suffix selects the format: ``.png``, ``.svg`` or ``.pdf``.
+            target: one of the targets that were compiled for; the first by default.
+
+        Raises:
+            UserError: matplotlib is missing (the extra ``plot``), or nothing was compiled.
+        """
+        plain = self._plain()
+        reports = plain["policies"]
+        chosen = _figures.chosen_target(reports, target, call="to_png")
+        _figures.check_picture(path, call="to_png")
+        title = plain.get("model", "")
+        if len(reports) == 1:
+            _figures.timeline(reports[0], chosen, path, title=title)
+        else:
+            _figures.comparison(reports, chosen, path, title=title)
+
+    def to_perfetto(self, path: str | os.PathLike[str], target: str | None = None) -> None:
+        """Write the timeline as a trace for ui.perfetto.dev, with 1 µs for each step.
+
+        Args:
+            path: of the JSON file.
+            target: one of the targets that were compiled for; the first by default.
+
+        Raises:
+            UserError: nothing was compiled.
+        """
+        reports = self._plain()["policies"]
+        chosen = _figures.chosen_target(reports, target, call="to_perfetto")
+        trace = json.dumps(_figures.perfetto(reports, chosen))
+        _files.write_whole(path, trace)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report(ShownReport):
+    """What one policy does to the memory and the time of one loss.
+
+    >>> import jax, jax.numpy as jnp
+    >>> w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    >>> report = inspect(lambda w: jnp.sum(jnp.sin(jnp.exp(w @ w))), w, policy="dots")
+    >>> report.policy, report.saved_bytes, report.recomputed_flops
+    ('dots', 16384, 4096.0)
+
+    Attributes:
+        policy: its name or its text, or the title of a plan; ``none`` without a policy.
+        saved: the intermediate values that are saved for the backward pass, in program order.
+        inputs: the arguments and constants that the backward pass reads.
+        recomputed: the operations that the backward pass recomputes, most FLOPs first.
+        forward_flops: floating-point operations of the loss alone.
+        memory: for each target, the memory that the compiled gradient needs.
+        hlo: for each target, the operations that the compiled gradient computes twice.
+        readings: for each target, the peak, timeline, regions and time of the compiled gradient.
+        notes: what the reader must know about these numbers.
+        lints: things that cost memory or time without a benefit, and what to do about them.
+        change: the difference from an earlier report, if `against` was called.
+        unknown_costs: operations of the loss whose cost is unknown; no FLOPs include them.
+    """
+
+    policy: str
+    saved: tuple[Residual, ...]
+    inputs: tuple[Residual, ...] = dataclasses.field(repr=False)
+    recomputed: tuple[Recomputed, ...]
+    forward_flops: float
+    memory: Mapping[str, Memory] = dataclasses.field(default_factory=dict, hash=False)
+    hlo: Mapping[str, RecomputedOps] = dataclasses.field(default_factory=dict, hash=False)
+    readings: Mapping[str, Reading] = dataclasses.field(
+        default_factory=dict, hash=False, repr=False
+    )
+    notes: tuple[str, ...] = ()
+    lints: tuple[Lint, ...] = ()
+    change: Change | None = None
+    unknown_costs: tuple[UnknownCost, ...] = ()
+
+    def against(self, before: Any) -> Report:
+        """Return this report with its differences from an earlier one.
+
+        Args:
+            before: a report, or anything else that `compare` takes for one.
+
+        Raises:
+            UserError: ``before`` is not a report.
+        """
+        return dataclasses.replace(self, change=compare(before, self))
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the saved values that stay on the device."""
+        return sum(r.bytes for r in self.saved if r.memory == "device")
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of the saved values that are offloaded to the host's memory."""
+        return sum(r.bytes for r in self.saved if r.memory != "device")
+
+    @property
+    def recomputed_flops(self) -> float:
+        """Floating-point operations that are computed twice."""
+        return sum(r.flops for r in self.recomputed)
+
+    def by_module(self) -> dict[str, Totals]:
+        """Return totals by module path, most saved bytes first."""
+        return totals_by(self, lambda x: x.module)
+
+    def by_primitive(self) -> dict[str, Totals]:
+        """Return totals by primitive, most saved bytes first."""
+        return totals_by(self, lambda x: x.primitive)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, ready for `json.dumps`.
+
+        The keys::
+
+            policy             str     the policy: name, text, a plan's title; "none" without one
+            saved_bytes        int     of intermediate values saved on the device
+            offloaded_bytes    int     of intermediate values saved in the host's memory
+            saved              list    one object for each saved value, in program order:
+                shape          list of int; of a value computed in a loop, its length comes first
+                dtype          str
+                bytes          int
+                module         str     module path, "" outside every module
+                source         str     "file:line" of the user's line, "" if there is none
+                reason         str     the rule that saves it ("save(dots)", "offload(dots) to
+                                       pinned_host", "not in recompute(...)"), "input of region
+                                       PATH", "kept by the policy of region PATH", "output of the
+                                       function", or "needed by the backward pass, outside every
+                                       region"
+                primitive      str     the primitive that computes it
+                names          list of str     checkpoint names that the user gave it
+                memory         str     "device", or "pinned_host"
+                times          int     iterations of the loops around it, else 1
+                is_input       bool    false here
+            inputs             list    the same for arguments and constants that the backward pass
+                                       reads; not counted, because they are live anyway; reason is
+                                       "argument NAME" or "constant", is_input is true
+            recomputed         list    one object for each primitive, module, line and shape that
+                                       is computed twice, most FLOPs first:
+                primitive      str
+                module         str     of the forward pass
+                source         str
+                count          int     how many; in a loop once for each iteration
+                flops          float   of all of them; 0 for operations that only move data
+                bytes          int     of their results together
+                shape, dtype   of one result
+                region         str     module path of the checkpoint region
+                cost_known     bool    false if the cost is unknown and flops leave it out
+            recomputed_flops   float
+            forward_flops      float   of the loss alone
+            unknown_costs      list    operations of the loss whose cost is unknown, so that no
+                                       FLOPs include them: primitive, module, source, count
+            memory             object, by target; null if the compiler did not say:
+                temp_bytes, argument_bytes, output_bytes, alias_bytes, host_bytes, code_bytes,
+                peak_bytes     int     peak: arguments + outputs - aliased + temporaries
+                compiler_peak_bytes, memory_bytes, headroom_bytes, needs_bytes  int
+                fits           bool
+                optimizer_bytes       int     of the state of the optimizer, if one is counted
+                adamw_bytes           int     the state of AdamW, if no optimizer is counted
+                step_seconds, measured_peak_bytes     for "local"
+                compile_seconds, cached, notes, target, versions
+            hlo_recomputed_ops           object: target to int; operations that the compiled
+                                         program computes twice, each with its original still there
+            hlo_recomputed_by_primitive  object: target to {primitive: int}
+            hlo_xla_remat                object: target to int; XLA's own rematerialization
+            peak               object, by target: the step that needs the most memory
+                bytes          int     arguments, outputs and temporaries alive then, by a walk over
+                                       the compiled schedule
+                compiler_bytes int     what the compiler says, as memory's peak_bytes
+                packing_bytes  int     their difference: gaps in its heap, its own scratch
+                phase          str     "forward", "recompute", "backward", "update" or "other"
+                step, steps    int     position in the schedule, and its length
+                module         str     of the instruction that runs then
+                attributed_fraction  float   of the bytes: with a module path or argument name
+                by_phase       object  bytes by the phase that made them; arguments, outputs apart
+                buffers        list, largest first: bytes, shape, kind ("argument", "output",
+                               "temporary"), module (of an argument its name, outside every module
+                               the function's), source, phase, op
+                buffers_left_out  int  smaller ones
+            timeline           object, by target; lists of one length, at most 600 samples:
+                steps, bytes, phases   position, device bytes, what runs then
+                resident_bytes int     arguments and outputs
+                phase_peaks    object  for each phase, the most live bytes while it runs
+                by_phase, by_module    object of lists: bytes of temporaries by who computed them
+            regions            object, by target: a list, one object for each checkpoint region
+                module         str
+                verdict        str     "effective", "partly", "undone by CSE", "offload dropped",
+                                       "compiler-added" or "recomputes nothing"
+                saved_bytes    int     bytes that the region saves, or null
+                recomputed_flops     float   that the region asks to compute again
+                recomputed_seconds   float   time of what is recomputed there, by the roofline
+                kept_fraction  float   fraction of the recomputation in the compiled program
+                message        str
+            counterfactuals    object, by target: a list, one object for each of the modules that
+                               hold most at the peak; a prediction, not the compiler's answer
+                module         str     repeated blocks combined
+                bytes_at_peak, saved_bytes, next_peak_bytes   int
+                next_phase, next_module   str   where the peak is then
+                extra_flops_fraction, extra_seconds   float   of the forward pass; by the roofline
+                policy, at     str     arguments for remat_kit.policy
+            hlo_recomputed     object, by target: a list, one object for each primitive and module
+                               that the compiled program computes twice
+                primitive, module, source, count, heavy
+                state          str     "kept", "fused" (inside an instruction that is there anyway)
+                               or "removed" (its forward original is gone: computed once)
+                flops, bytes, seconds    float   of its instructions, loops counted in full
+            step_seconds       object, by target:
+                roofline       float   lower bound by peak rates and bandwidth
+                compiler       float   the compiler's own estimate (TPU), else null
+                measured       float   of runs on "local", else null
+                flops, bytes   float   of the compiled program, loops counted in full
+                by_phase       object  phase to roofline seconds
+            notes              list of str
+            against            object  the differences from an earlier report: `Change.to_json`;
+                                       null if none was given
+            lints              list    one object for each cost without a benefit:
+                code           str     its kind: "saved-upcast", "no-effect", …
+                message        str     what, where, how many bytes, and why it costs
+                fix            str     a policy or a line of code to paste
+                module         str     with repeated blocks rolled up, "" outside every module
+                source         str
+                bytes          int     that need not be saved, moved or recomputed
+
+        FLOPs count a multiplication and an addition each as one.
+        """
+        return {
+            "policy": self.policy,
+            "saved_bytes": self.saved_bytes,
+            "offloaded_bytes": self.offloaded_bytes,
+            "saved": [r.to_json() for r in self.saved],
+            "inputs": [r.to_json() for r in self.inputs],
+            "recomputed": [r.to_json() for r in self.recomputed],
+            "recomputed_flops": self.recomputed_flops,
+            "forward_flops": self.forward_flops,
+            "unknown_costs": [u.to_json() for u in self.unknown_costs],
+            "memory": {name: m.to_json() for name, m in self.memory.items()},
+            "hlo_recomputed_ops": {name: ops.total for name, ops in self.hlo.items()},
+            "hlo_recomputed_by_primitive": {n: dict(o.by_primitive) for n, o in self.hlo.items()},
+            "hlo_xla_remat": {name: len(ops.xla_remat) for name, ops in self.hlo.items()},
+            "peak": {name: r.peak.to_json() for name, r in self.readings.items()},
+            "timeline": {name: r.timeline.to_json() for name, r in self.readings.items()},
+            "regions": {n: [v.to_json() for v in r.regions] for n, r in self.readings.items()},
+            "counterfactuals": {
+                name: [c.to_json() for c in r.what_if] for name, r in self.readings.items()
+            },
+            "hlo_recomputed": {name: r.recomputed() for name, r in self.readings.items()},
+            "step_seconds": {
+                name: r.step_seconds(self.memory[name].step_seconds)
+                for name, r in self.readings.items()
+            },
+            "notes": list(self.notes),
+            "lints": [lint.to_json() for lint in self.lints],
+            "against": None if self.change is None else self.change.to_json(),
+        }
+
+    def _plain(self) -> dict[str, Any]:
+        return {"versions": versions(), "policies": [self._with_buffers()]}
+
+    def _with_buffers(self) -> dict[str, Any]:
+        peaks = {name: r.peak.to_json(limit=len(r.peak.held)) for name, r in self.readings.items()}
+        return self.to_json() | {"peak": peaks}
+
+    def tables(self) -> list[Table]:
+        """Return the report as tables: totals, kept, recomputed, memory, and lints if any."""
+        found = [summary_table([self], title=f"policy {self.policy}")]
+        if self.saved:
+            found.append(saved_table(self))
+        if self.recomputed:
+            found.append(recomputed_table(self))
+        if self.unknown_costs:
+            found.append(unknown_table(self))
+        if self.memory:
+            found.append(memory_table([self]))
+        for name, reading in self.readings.items():
+            found += reading_tables(name, reading)
+        return [*found, *lint_tables([self]), *(self.change.tables() if self.change else [])]

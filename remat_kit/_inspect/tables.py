@@ -1,0 +1,297 @@
+"""The tables of a report, and its totals by module and by primitive."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from remat_kit._chip.memory import Memory
+from remat_kit._chip.target import Target
+from remat_kit._compiled.peak import Held, Peak
+from remat_kit._inspect.lints.scene import Lint
+from remat_kit._inspect.reading import Reading
+from remat_kit._inspect.recomputed import Recomputed
+from remat_kit._inspect.residuals import Residual
+from remat_kit._inspect.verdict import Verdict
+from remat_kit._policy.structural import Planned
+from remat_kit._program.paths import roll_up as roll_up
+from remat_kit._show.table import Table, cut
+from remat_kit._units import format_bytes, format_flops, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from remat_kit._inspect.report import Report
+
+NO_POLICY = "none"
+
+
+def policy_text(policy: Any) -> str:
+    """Return the name of a policy in reports: the name that was given, a plan's title, or its repr.
+
+    >>> from remat_kit import dots, save
+    >>> policy_text(None), policy_text("dots"), policy_text(save(dots))
+    ('none', 'dots', 'save(dots)')
+    """
+    if policy is None:
+        return NO_POLICY
+    if isinstance(policy, Planned):
+        return policy.title
+    return policy if isinstance(policy, str) else repr(policy)
+
+
+def target_names(target: Any) -> Sequence[str | Target]:
+    if target is None:
+        return ()
+    return (target,) if isinstance(target, (str, Target)) else tuple(target)
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """What one module or one primitive saves and recomputes."""
+
+    saved: int = 0
+    saved_bytes: int = 0
+    offloaded_bytes: int = 0
+    recomputed: int = 0
+    recomputed_flops: float = 0.0
+    recomputed_bytes: int = 0
+
+
+def totals_by(report: Report, key: Callable[[Any], str]) -> dict[str, Totals]:
+    found: dict[str, Totals] = {}
+
+    def add(name: str, **amounts: float) -> None:
+        old = found.get(name, Totals())
+        new = {field: getattr(old, field) + amount for field, amount in amounts.items()}
+        found[name] = dataclasses.replace(old, **new)
+
+    for r in report.saved:
+        kind = "saved_bytes" if r.memory == "device" else "offloaded_bytes"
+        add(key(r), saved=1, **{kind: r.bytes})
+    for r in report.recomputed:
+        add(key(r), recomputed=r.count, recomputed_flops=r.flops, recomputed_bytes=r.bytes)
+    order = sorted(found.items(), key=lambda x: (-x[1].saved_bytes, -x[1].recomputed_flops))
+    return dict(order)
+
+
+def of_model(model: str) -> str:
+    return f" of {model}" if model else ""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that the figures depend on."""
+    found = {}
+    for name in ("remat-kit", "jax", "jaxlib", "flax"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+# -- tables -----------------------------------------------------------------------------------
+
+
+def summary_table(reports: Sequence[Report], title: str) -> Table:
+    base = next((r for r in reports if r.policy == NO_POLICY), None)
+    rows = []
+    for r in reports:
+        share = r.recomputed_flops / r.forward_flops if r.forward_flops else 0.0
+        saved = _against(r.saved_bytes, None if base is None or r is base else base.saved_bytes)
+        rows.append((r.policy, saved, format_bytes(r.offloaded_bytes), format_percent(share)))
+    return Table(title, ("policy", "saved", "offloaded", "recomputed FLOPs"), tuple(rows))
+
+
+def _against(size: int | None, base: int | None) -> str:
+    if size is None:
+        return "?"
+    ratio = f"  ×{size / base:.2f}" if base else ""
+    return format_bytes(size) + ratio
+
+
+def memory_table(reports: Sequence[Report]) -> Table:
+    base = next((r for r in reports if r.policy == NO_POLICY), None)
+    rows = []
+    for name in dict.fromkeys(name for r in reports for name in r.memory):
+        first = base.memory.get(name) if base is not None else None
+        for r in reports:
+            if name in r.memory:
+                rows.append(_memory_row(name, r, None if r is base else first))
+    columns = ("target", "policy", "temp", "peak", "reached in", "host", "fits", "headroom")
+    columns += ("computed twice", "step ≥")
+    notes = tuple(dict.fromkeys(n for r in reports for n in r.notes))
+    return Table("compiled", columns, tuple(rows), footer="\n".join(f"note: {n}" for n in notes))
+
+
+def _memory_row(name: str, report: Report, base: Memory | None) -> tuple[str, ...]:
+    m, ops = report.memory[name], report.hlo.get(name)
+    headroom = "?" if m.headroom_bytes is None else format_bytes(m.headroom_bytes)
+    xla = f" (+{len(ops.xla_remat)} by XLA)" if ops is not None and ops.xla_remat else ""
+    reading = report.readings.get(name)
+    return (
+        name,
+        report.policy,
+        _against(m.temp_bytes, base.temp_bytes if base else None),
+        _against(m.peak_bytes, base.peak_bytes if base else None),
+        reading.peak.phase if reading else "?",
+        format_bytes(m.host_bytes or 0),
+        "yes" if m.fits else "no",
+        headroom,
+        "?" if ops is None else f"{ops.total}{xla}",
+        format_seconds(reading.estimate.seconds) if reading else "?",
+    )
+
+
+def reading_tables(name: str, reading: Reading) -> list[Table]:
+    tables = [_peak_table(name, reading.peak)]
+    if reading.regions:
+        tables.append(_regions_table(name, reading))
+    if reading.what_if:
+        rows = [
+            (
+                c.module,
+                f"-{format_bytes(c.saved_bytes)}",
+                f"+{format_percent(c.extra_flops_fraction)}",
+                f"{format_bytes(c.next_peak_bytes)} in the {c.next_phase} of {c.next_module}",
+                f"remat_kit.policy({c.policy!r}, at={c.at!r})",
+            )
+            for c in reading.what_if
+            if c.saved_bytes
+        ]
+        columns = ("recompute", "peak", "FLOPs", "the next peak", "how")
+        title = f"what recomputing would change on {name}, as predicted from this program"
+        tables += [Table(title, columns, tuple(rows))] if rows else []
+    return tables
+
+
+def _peak_table(name: str, peak: Peak) -> Table:
+    groups: dict[tuple[str, ...], list[Held]] = {}
+    for held in peak.held:
+        key = (roll_up(held.module), held.op, held.shape, held.phase, held.kind, held.source)
+        groups.setdefault(key, []).append(held)
+    rows = []
+    for key, found in sorted(groups.items(), key=lambda g: -sum(h.bytes for h in g[1])):
+        module, op, shape, phase, kind, source = key
+        size = sum(h.bytes for h in found)
+        count = f"{len(found)} × " if len(found) > 1 else ""
+        made = phase if kind == "temporary" else kind
+        rows.append((format_bytes(size), f"{count}{shape}", op, module, made, source))
+    title = f"the peak on {name}: {format_bytes(peak.bytes)} in the {peak.phase} of {peak.module}"
+    if peak.packing_bytes:
+        title += f"; the compiler's packing {'+' if peak.packing_bytes > 0 else '-'}"
+        title += format_bytes(abs(peak.packing_bytes))
+    columns = ("bytes", "array", "op", "module or argument", "made in", "source")
+    shown, more = cut(rows, "kinds of buffers", 15)
+    return Table(title, columns, shown, more)
+
+
+def _regions_table(name: str, reading: Reading) -> Table:
+    groups: dict[tuple[str, str, str], list[Verdict]] = {}
+    for verdict in reading.regions:
+        key = (roll_up(verdict.module), verdict.verdict, verdict.message)
+        groups.setdefault(key, []).append(verdict)
+    rows = []
+    for (module, verdict, message), found in groups.items():
+        known = [v.saved_bytes for v in found if v.saved_bytes is not None]
+        rows.append(
+            (
+                _rolled(module, len(found)),
+                verdict,
+                format_bytes(sum(known)) if known else "?",
+                format_flops(sum(v.recomputed_flops for v in found)),
+                format_seconds(sum(v.recomputed_seconds for v in found)),
+                message,
+            )
+        )
+    columns = ("region", "verdict", "saves", "recomputes", "takes ≥", "why")
+    shown, more = cut(rows, "regions")
+    return Table(f"regions on {name}", columns, shown, more)
+
+
+def _rolled(path: str, blocks: int) -> str:
+    return f"{path or '(no module)'}{f' ×{blocks}' if blocks > 1 else ''}"
+
+
+def saved_table(report: Report) -> Table:
+    groups: dict[tuple[Any, ...], list[Residual]] = {}
+    for r in report.saved:
+        key = (roll_up(r.module), r.primitive, r.dtype, r.shape, r.source, roll_up(r.reason))
+        groups.setdefault((*key, r.memory), []).append(r)
+    ordered = sorted(groups.items(), key=lambda g: -sum(r.bytes for r in g[1]))
+    rows = []
+    for (module, primitive, dtype, shape, source, reason, memory), found in ordered:
+        blocks = len({r.module for r in found})
+        size = format_bytes(sum(r.bytes for r in found))
+        where = "" if memory == "device" else f" on {memory}"
+        count = f"{len(found)} × " if len(found) > 1 else ""
+        array = f"{count}{_array(dtype, shape)}"
+        rows.append((size + where, array, primitive, _rolled(module, blocks), source, reason))
+    total = f"kept for the backward pass: {format_bytes(report.saved_bytes)}"
+    if report.offloaded_bytes:
+        total += f" on the device, {format_bytes(report.offloaded_bytes)} on the host"
+    shown, more = cut(rows, "kinds of values")
+    columns = ("bytes", "array", "primitive", "module", "source", "why")
+    return Table(total, columns, shown, more)
+
+
+def _array(dtype: str, shape: Sequence[int]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _no_flops(found: Sequence[Recomputed]) -> str:
+    return "free" if all(r.cost_known for r in found) else "unknown"
+
+
+def recomputed_table(report: Report) -> Table:
+    groups: dict[tuple[Any, ...], list[Recomputed]] = {}
+    for r in report.recomputed:
+        key = (roll_up(r.module), r.primitive, r.dtype, r.shape, r.source)
+        groups.setdefault(key, []).append(r)
+    ordered = sorted(groups.items(), key=lambda g: -sum(r.flops for r in g[1]))
+    rows = []
+    for (module, primitive, dtype, shape, source), found in ordered:
+        flops = sum(r.flops for r in found)
+        rows.append(
+            (
+                format_flops(flops) if flops else _no_flops(found),
+                str(sum(r.count for r in found)),
+                primitive,
+                _array(dtype, shape),
+                _rolled(module, len({r.module for r in found})),
+                source,
+            )
+        )
+    total = f"computed twice: {format_flops(report.recomputed_flops)}"
+    if report.forward_flops:
+        share = format_percent(report.recomputed_flops / report.forward_flops)
+        total += f", {share} of the forward pass"
+    shown, more = cut(rows, "kinds of operations")
+    return Table(total, ("FLOPs", "count", "primitive", "array", "module", "source"), shown, more)
+
+
+def unknown_table(report: Report) -> Table:
+    rows = [
+        (u.primitive, str(u.count), u.module or "(no module)", u.source)
+        for u in report.unknown_costs
+    ]
+    shown, more = cut(rows, "kinds of operations")
+    title = "cost unknown: the FLOPs and times in this report leave these operations out"
+    return Table(title, ("primitive", "count", "module", "source"), shown, more)
+
+
+def lint_tables(reports: Sequence[Report]) -> list[Table]:
+    """Return a table of all lints, with the policies that each applies to, or no table."""
+    policies: dict[Lint, list[str]] = {}
+    for report in reports:
+        for lint in report.lints:
+            policies.setdefault(lint, []).append(report.policy)
+    if not policies:
+        return []
+    rows = [
+        (lint.code, *([", ".join(names)] if len(reports) > 1 else []), lint.message, lint.fix)
+        for lint, names in policies.items()
+    ]
+    columns = ("lint", *(["policy"] if len(reports) > 1 else []), "what", "fix")
+    shown, more = cut(rows, "lints")
+    return [Table("lints", columns, shown, more)]

@@ -1,0 +1,502 @@
+"""What does each operation of a loss cost, and which arrays does its derivative read?
+
+`trace` turns a loss into a frozen `CostGraph`. The graph holds the operations of the forward pass
+in order, the arrays between them with their bytes, and for each operation the arrays that its
+derivative reads. There is no table of derivatives: `trace` linearizes each operation on its own and
+follows the residuals back to the operation's inputs and outputs (module `derivative`). The seconds
+come from the roofline model (Williams, Waterman and Patterson, CACM 2009): an operation takes as
+long as its FLOPs or its memory traffic, whichever takes longer on the chip.
+
+`trace` inlines plain calls and the checkpoint regions of the model. A scan carries the graph of its
+body. Every other operation with a body (``custom_vjp``, ``while``, ``shard_map``, a kernel) is one
+opaque operation. Reshapes, names and transposes make no tensor of their own: their output is the
+same tensor as their input.
+
+Example: take ``sum(sin(tanh(x @ w)))`` with ``x`` of shape (1024, 256), so that an array of the
+forward pass takes 1 MiB. The derivative of ``tanh`` reads its output, and that of ``sin`` its
+input. These are one array, so the only residual is the result of ``tanh``:
+
+>>> from remat_kit._chip.target import target
+>>> w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, 256), (1024, 256)))
+>>> graph = trace(lambda w, x: jnp.sum(jnp.sin(jnp.tanh(x @ w))), (w, x), target("cpu"))
+>>> [(e.primitive, int(e.flops)) for e in graph.equations[:3]]
+[('dot_general', 134217728), ('tanh', 262144), ('sin', 262144)]
+>>> [(graph.equations[graph.tensors[t].producer].primitive, graph.tensors[t].bytes)
+...  for t in graph.residuals]
+[('tanh', 1048576)]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+
+from remat_kit import _jax
+from remat_kit._backend import fusion as _fusion
+from remat_kit._backend.cpu import window_place_bytes
+from remat_kit._backend.fusion import FusionFlow
+from remat_kit._backend.interface import Chip
+from remat_kit._errors import UserError
+from remat_kit._planner.derivative import OperationDerivative, derivative_of
+from remat_kit._planner.graph import CostGraph, Equation, Loop, Tensor
+from remat_kit._program import ops as _ops
+from remat_kit._program import program as _program
+from remat_kit._program import taken as _taken
+from remat_kit._program.gradient import Argnums, abstract, gradient_program
+from remat_kit._program.ops import is_fusible, is_rounding, is_view, reduces
+from remat_kit._program.program import Program, flat_program
+
+# -- tracing --------------------------------------------------------------------------------------
+
+
+def trace(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    chip: Chip,
+    argnums: Argnums = 0,
+    *,
+    call: str = "frontier",
+) -> CostGraph:
+    """Trace a loss into its cost graph, without compiling or running anything.
+
+    >>> from remat_kit._chip.target import target
+    >>> w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (8, 64)))
+    >>> graph = trace(lambda w, x: jnp.sum(jnp.tanh(jnp.sin(x @ w)) ** 2), (w, x), target("cpu"))
+    >>> [e.primitive for e in graph.equations]
+    ['dot_general', 'sin', 'tanh', 'integer_pow', 'reduce_sum']
+    >>> [graph.equations[graph.tensors[t].producer].primitive for t in graph.residuals]
+    ['dot_general', 'tanh']
+
+    Args:
+        fn: the loss. It is called as ``fn(*args)`` and returns a real scalar, or a pair of a real
+            scalar and anything.
+        args: pytrees of arrays or of `jax.ShapeDtypeStruct`.
+        chip: a `Target`, whose rates turn operations and bytes into seconds.
+        argnums: the positions of the arguments to differentiate.
+        call: the public function that errors name.
+
+    Raises:
+        NotDifferentiableError: ``fn`` cannot be differentiated.
+        UserError: ``fn`` is not a loss, or ``argnums`` is None.
+    """
+    if argnums is None:
+        raise UserError(
+            f"`{call}(..., argnums=None)`: the planner cannot tell where the forward pass of a "
+            "whole training step ends",
+            hint="pass the loss, and in argnums= the arguments to differentiate; optimizer= counts "
+            "the memory of the whole step",
+        )
+    gradient_program(fn, args, argnums, call=call)  # raises an error if ``fn`` is not a loss
+    structs = abstract(args, call=call)
+    positions = [argnums] if isinstance(argnums, int) else list(argnums)
+    positions = {p % len(structs) for p in positions}
+    active = [
+        i in positions and jnp.issubdtype(leaf.dtype, jnp.floating)
+        for i, struct in enumerate(structs)
+        for leaf in jax.tree.leaves(struct)
+    ]
+    with _taken.differentiated_later():
+        program = flat_program(jax.make_jaxpr(fn)(*structs))
+    active = [False] * len(program.consts) + active
+    wanted = [i == 0 for i in range(len(program.outvars))]
+    return _build(program, active, wanted, chip)
+
+
+def _build(
+    program: Program,
+    active_in: Sequence[bool],
+    wanted: Sequence[bool],
+    chip: Chip,
+    stacked: bool = False,
+) -> CostGraph:
+    return _Builder(program, chip, stacked).graph(active_in, wanted)
+
+
+class _Builder:
+    """Builds the cost graph of a flat program."""
+
+    def __init__(self, program: Program, chip: Chip, stacked: bool):
+        self.program = program
+        self.chip = chip
+        self.stacked = stacked
+        self.index: dict[Any, int] = {}  # variable -> tensor
+        self.made: list[tuple[Any, int, int]] = []  # aval, producer, position
+
+    def new(self, var: Any, producer: int, position: int) -> int:
+        self.index[var] = len(self.made)
+        self.made.append((var.aval, producer, position))
+        return self.index[var]
+
+    def graph(self, active_in: Sequence[bool], wanted: Sequence[bool]) -> CostGraph:
+        program = self.program
+        active: set[int] = set()
+        for i, (var, is_active) in enumerate(zip(program.invars, active_in, strict=True)):
+            t = self.new(var, -1, i)
+            if is_active:
+                active.add(t)
+        reads: list[tuple[int, ...]] = []
+        makes: list[tuple[int, ...]] = []
+        rules: list[OperationDerivative | None] = []
+        for i, eqn in enumerate(program.eqns):
+            inputs = [None if isinstance(v, jec.Literal) else self.index[v] for v in eqn.invars]
+            reads.append(tuple(dict.fromkeys(t for t in inputs if t is not None)))
+            if is_view(eqn) and inputs[0] is not None:
+                self.index[eqn.outvars[0]] = inputs[0]
+                makes.append(())
+                rules.append(None)
+                continue
+            makes.append(tuple(self.new(v, i, p) for p, v in enumerate(eqn.outvars)))
+            mask = tuple(t is not None and t in active for t in inputs)
+            rule = derivative_of(eqn, mask) if any(mask) else None
+            rules.append(rule)
+            if rule is not None:
+                active.update(t for t, a in zip(makes[i], rule.active, strict=True) if a)
+        outs = [-1 if isinstance(v, jec.Literal) else self.index[v] for v in program.outvars]
+        reached = {t for t, w in zip(outs, wanted, strict=True) if w and t in active}
+        for i in range(len(program.eqns) - 1, -1, -1):
+            rule = rules[i]
+            if rule is None:
+                continue
+            if reached.isdisjoint(makes[i]):
+                rules[i] = None
+                continue
+            eqn = program.eqns[i]
+            for var in eqn.invars:
+                if not isinstance(var, jec.Literal) and self.index[var] in active:
+                    reached.add(self.index[var])
+        return self.assemble(reads, makes, rules, reached, outs)
+
+    def assemble(
+        self,
+        reads: Sequence[tuple[int, ...]],
+        makes: Sequence[tuple[int, ...]],
+        rules: Sequence[OperationDerivative | None],
+        reached: set[int],
+        outputs: Sequence[int],
+    ) -> CostGraph:
+        eqns = self.program.eqns
+        needs = [
+            tuple(self.places(e, makes[i], rule.needs)) if (rule := rules[i]) else ()
+            for i, e in enumerate(eqns)
+        ]
+        avals, producers, positions = zip(*self.made, strict=True) if self.made else ((), (), ())
+        flow = FusionFlow(eqns, reads, makes, needs, avals, producers, reached, outputs)
+        found = _fusion.layout(flow, self.chip.platform, self.stacked)
+        constant: set[int] = set()
+        for i, inputs in enumerate(reads):
+            if makes[i] and all(t in constant for t in inputs) and not _jax.has_effects(eqns[i]):
+                constant.update(makes[i])
+        tensors: list[Tensor] = []
+        for t, (aval, producer) in enumerate(zip(avals, producers, strict=True)):
+            stored = _ops.nbytes(aval) // (2 if t in found.halved else 1)
+            size = stored if producer >= 0 and t not in constant else 0
+            users = tuple(flow.users[t])
+            tensors.append(
+                Tensor(
+                    index=t,
+                    bytes=size,
+                    producer=producer,
+                    position=positions[t],
+                    users=users,
+                    shape=tuple(getattr(aval, "shape", ())),
+                    dtype=str(getattr(aval, "dtype", "")),
+                    in_memory=found.written[t],
+                    active=t in reached,
+                    cotangent_bytes=size if found.flowing[t] else 0,
+                    gradient_bytes=_ops.nbytes(aval) if producer < 0 and t in reached else 0,
+                    sources=self.sources(t, producer, found.written[t], reads, tensors, len(users)),
+                )
+            )
+        traffic = _traffic(
+            reads,
+            makes,
+            tensors,
+            [_ops.nbytes(a) for a in avals],
+        )
+        written = _to_written(traffic, makes, tensors)
+        built = []
+        for i, eqn in enumerate(eqns):
+            moved = traffic[i], written[i]
+            built.append(self.equation(i, eqn, reads[i], makes[i], rules[i], moved, tensors))
+        return CostGraph(
+            tuple(tensors),
+            tuple(self.assumed(built)),
+            tuple(outputs),
+            self.program,
+            self.stacked,
+            reuses=self.chip.platform != "tpu",
+            early=self.chip.platform == "cpu" and not self.stacked,
+        )
+
+    def assumed(self, equations: Sequence[Equation]) -> Iterator[Equation]:
+        """Give an operation of unknown cost one so high that recomputing it is a last resort."""
+        flops = sum(e.flops for e in equations)
+        seconds = sum(e.seconds for e in equations)
+        for eqn, e in zip(self.program.eqns, equations, strict=True):
+            if not e.unknown or e.loop is not None:
+                yield e
+                continue
+            size = sum(math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars))
+            own = max(flops, float(_UNKNOWN_FLOPS * size))
+            time = max(seconds, own / max(self.chip.flops_per_second.values(), default=math.inf))
+            yield dataclasses.replace(e, flops=own, seconds=time)
+
+    def sources(
+        self,
+        t: int,
+        producer: int,
+        in_memory: bool,
+        reads: Sequence[tuple[int, ...]],
+        tensors: Sequence[Tensor],
+        users: int,
+    ) -> tuple[int, ...]:
+        if producer < 0:
+            return ()
+        if in_memory:
+            return (t,)
+        found = tuple(dict.fromkeys(s for r in reads[producer] for s in tensors[r].sources))
+        held = sum(tensors[s].bytes for s in found)
+        shared = users > 1 and held > _FUSED_FROM * _ops.nbytes(self.made[t][0])
+        return (t,) if shared else found
+
+    def places(self, eqn: Any, makes: Sequence[int], places: Iterable[tuple[str, int]]):
+        for kind, i in places:
+            if kind == "out":
+                yield makes[i]
+            elif not isinstance(eqn.invars[i], jec.Literal):
+                yield self.index[eqn.invars[i]]
+
+    def equation(
+        self,
+        i: int,
+        eqn: Any,
+        reads: tuple[int, ...],
+        makes: tuple[int, ...],
+        rule: OperationDerivative | None,
+        moved: tuple[float, float],
+        tensors: Sequence[Tensor],
+    ) -> Equation:
+        flops = _ops.flops(eqn) if makes or not is_view(eqn) else 0.0
+        loop = None
+        traffic, written = moved
+        seconds = self.seconds(eqn, flops, written)
+        if eqn.primitive.name == "scan" and rule is not None:
+            loop = self.loop(eqn, rule)
+        if eqn.primitive.name == "scan":
+            inner = loop.graph if loop else self.body(eqn, ())
+            seconds = eqn.params["length"] * inner.forward_seconds
+            if any(e.unknown for e in inner.equations):
+                flops = eqn.params["length"] * inner.forward_flops
+        needs, keeps = (
+            tuple(dict.fromkeys(self.places(eqn, makes, places)))
+            for places in ((rule.needs, rule.keeps) if rule else ((), ()))
+        )
+        backward_seconds = 0.0
+        if rule is not None:
+            rate = _rate(self.chip, eqn)
+            bandwidth = self.chip.bandwidth_bytes_per_second
+            backward_seconds = max(
+                rule.flops / rate if rule.heavy else 0.0, 2 * traffic / bandwidth
+            )
+            if loop is not None:
+                backward_seconds = loop.length * loop.graph.backward_seconds
+        if eqn.primitive.name == "cond":
+            branches = self.branches(eqn, rule.mask if rule else ())
+            seconds = max([seconds, *(b.forward_seconds for b in branches)])
+            if rule is not None:
+                backward_seconds = max([backward_seconds, *(b.backward_seconds for b in branches)])
+        places = window_place_bytes(eqn) if rule and self.chip.platform == "cpu" else 0
+        return Equation(
+            index=i,
+            primitive=_program.primitive_name(eqn),
+            module="/".join(self.program.path(eqn)),
+            reads=reads,
+            makes=makes,
+            needs=needs,
+            keeps=() if places else keeps,
+            made_bytes=(rule.made_bytes if rule else 0) + places,
+            made_in_memory=self.made_in_memory(eqn, rule) + places,
+            flops=flops,
+            seconds=seconds,
+            backward_flops=rule.flops if rule else 0.0,
+            backward_seconds=backward_seconds,
+            working_bytes=self.working_bytes(eqn, rule) if rule and loop is None else 0,
+            rounds=self.chip.platform == "tpu" and is_rounding(eqn),
+            loop=loop,
+            unknown=tuple(e.primitive.name for e in _ops.unknown_costs(eqn)),
+        )
+
+    def working_bytes(self, eqn: Any, rule: OperationDerivative) -> int:
+        copied = self.chip.platform == "cpu" and eqn.primitive.name == "conv_general_dilated"
+        if copied and rule.mask[1]:  # XLA:CPU transposes the input for the kernel's gradient
+            return rule.working_bytes + _ops.nbytes(eqn.invars[0].aval)
+        return rule.working_bytes
+
+    def made_in_memory(self, eqn: Any, rule: OperationDerivative | None) -> int:
+        if rule is None or (self.chip.platform != "cpu" and is_fusible(eqn)):
+            return 0
+        return rule.made_bytes
+
+    def seconds(self, eqn: Any, flops: float, traffic: float) -> float:
+        moving = traffic / self.chip.bandwidth_bytes_per_second
+        if is_fusible(eqn) or reduces(eqn):
+            return moving
+        return max(flops / _rate(self.chip, eqn), moving)
+
+    def body(self, eqn: Any, active: Sequence[bool]) -> CostGraph:
+        program = flat_program(eqn.params["jaxpr"], self.program.path(eqn))
+        flags = [False] * len(program.consts) + (list(active) or [False] * len(eqn.invars))
+        return _build(program, flags, [bool(active)] * len(program.outvars), self.chip, True)
+
+    def branches(self, eqn: Any, mask: Sequence[bool]) -> list[CostGraph]:
+        """Return the graphs of a conditional's branches; the most expensive one sets its cost."""
+        path, flags = self.program.path(eqn), list(mask[1:]) or [False] * (len(eqn.invars) - 1)
+        found = []
+        for branch in eqn.params["branches"]:
+            program = flat_program(branch, path)
+            active = [False] * len(program.consts) + flags
+            found.append(_build(program, active, [bool(mask)] * len(program.outvars), self.chip))
+        return found
+
+    def loop(self, eqn: Any, rule: OperationDerivative) -> Loop:
+        consts, carry = _jax.scan_arity(eqn)
+        active = [
+            not isinstance(v, jec.Literal) and a for v, a in zip(eqn.invars, rule.mask, strict=True)
+        ]
+        while True:  # a carry that is active when it leaves the body is active when it enters
+            graph = self.body(eqn, active)
+            outs = [
+                not isinstance(v, jec.Literal) and jnp.issubdtype(v.aval.dtype, jnp.floating) and a
+                for v, a in zip(eqn.outvars[:carry], rule.active[:carry], strict=True)
+            ]
+            grown = list(active)
+            for i, is_active in enumerate(outs):
+                grown[consts + i] = grown[consts + i] or is_active
+            if grown == active:
+                break
+            active = grown
+        first = len(graph.program.consts) + consts
+        given = graph.tensors[first : len(graph.program.invars)]
+        sizes = [_ops.nbytes(v.aval) for v in eqn.invars[consts:]]
+        carried = [i for i in range(carry) if rule.active[i]]
+        in_turn = range(carry, len(given))
+        return Loop(
+            graph,
+            int(eqn.params["length"]),
+            tuple((first + i, sizes[i]) for i in carried),
+            tuple(graph.outputs[i] for i in carried),
+            rule.made_bytes,
+            sum(sizes[i] for i in in_turn if rule.mask[consts + i]),
+            sum(sizes[i] // 2 for i in in_turn if graph.rounded(given[i])),
+            self.chip.platform == "cpu",
+        )
+
+
+# A fused array with several readers is recomputed from its sources if the sources take at most this
+# multiple of its bytes. A residual stream, for example, is the sum of many arrays, and no compiler
+# keeps all of these live in its place.
+_FUSED_FROM = 1.5
+
+
+# Minimum number of floating-point operations assumed of a kernel of unknown cost, for each element
+# that it reads or writes. Attention over a sequence of 250 does as many.
+_UNKNOWN_FLOPS = 1000
+
+
+def _rate(chip: Chip, eqn: Any) -> float:
+    """Return the chip's peak rate in FLOP/s for the type of an operation's first operand."""
+    rates = chip.flops_per_second
+    dtype = str(getattr(eqn.invars[0].aval, "dtype", "float32")) if eqn.invars else "float32"
+    names = {
+        "float32": ("tensorfloat32", "float32"),
+        "float16": ("float16", "bfloat16"),
+        "bfloat16": ("bfloat16", "float16"),
+    }.get(dtype, (dtype, "float32"))
+    return next((rates[n] for n in names if n in rates), None) or max(rates.values())
+
+
+def _traffic(
+    reads: Sequence[tuple[int, ...]],
+    makes: Sequence[tuple[int, ...]],
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+) -> list[float]:
+    """Return the bytes that each equation moves to and from memory.
+
+    Equations that fuse into one another form a cluster. A cluster reads each array in memory only
+    once, and the function charges these bytes to the first equation in the cluster that reads it.
+    """
+    cluster = list(range(len(reads)))
+
+    def root(i: int) -> int:
+        while cluster[i] != i:
+            cluster[i] = cluster[cluster[i]]
+            i = cluster[i]
+        return i
+
+    for tensor in tensors:
+        if tensor.producer >= 0 and not tensor.in_memory:
+            for user in tensor.users:
+                a, b = root(tensor.producer), root(user)
+                cluster[max(a, b)] = min(a, b)
+    charged: set[tuple[int, int]] = set()
+    out = []
+    for i, (inputs, made) in enumerate(zip(reads, makes, strict=True)):
+        if not made:
+            out.append(0.0)
+            continue
+        amount = 0.0
+        for t in inputs:
+            tensor = tensors[t]
+            if (tensor.producer < 0 or tensor.in_memory) and (t, root(i)) not in charged:
+                charged.add((t, root(i)))
+                amount += sizes[t]
+        amount += sum(sizes[t] for t in made if tensors[t].in_memory)
+        out.append(amount)
+    return out
+
+
+def _to_written(
+    traffic: Sequence[float], makes: Sequence[tuple[int, ...]], tensors: Sequence[Tensor]
+) -> list[float]:
+    """Charge the bytes that a fusion reads to the operation whose result the fusion writes.
+
+    If a region does not save that result, recomputing it costs these bytes. An operation that fuses
+    only into derivatives costs nothing extra, because it runs inside of them with and without a
+    region. If a fusion writes several results, the largest one is charged, since small ones are
+    more likely to be saved.
+    """
+    out = list(traffic)
+    for i, amount in enumerate(traffic):
+        if amount and makes[i] and not any(_is_held(tensors[t]) for t in makes[i]):
+            end = _written_from(makes[i], makes, tensors)
+            if end is not None:
+                out[i] = 0.0
+                out[end] += amount
+    return out
+
+
+def _is_held(tensor: Tensor) -> bool:
+    """Return whether an array is written to memory, either at once or for later readers."""
+    return tensor.in_memory or tensor.index in tensor.sources
+
+
+def _written_from(
+    made: Sequence[int], makes: Sequence[tuple[int, ...]], tensors: Sequence[Tensor]
+) -> int | None:
+    """Return the operation that writes the most bytes of all that use the fused results."""
+    todo, ends = list(made), dict[int, int]()
+    for t in todo:
+        for user in tensors[t].users:
+            held = [tensors[m] for m in makes[user] if _is_held(tensors[m])]
+            if held:
+                ends[user] = sum(x.bytes for x in held)
+            else:
+                todo += (m for m in makes[user] if m not in todo)
+    return max(ends, key=lambda user: ends[user], default=None)

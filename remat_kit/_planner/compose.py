@@ -1,0 +1,683 @@
+"""For each amount of memory, how should each block of a chain run to keep the extra work low?
+
+`Composer` is a dynamic program over the blocks of a `Chain`. It divides memory into equal steps,
+called slots, and covers the chain with items. An item is a run of consecutive blocks that takes one
+of these forms:
+
+- "plain": the blocks are in no region, so they save every activation that their derivatives read.
+- "leaf": one region. A level of the chain says which of its activations the region saves.
+- "layer": one region around smaller regions (`Layer`). The outer region saves what a level says.
+  When its backward pass has recomputed it once, the inner regions save more. Thus few bytes are
+  live through the forward pass, and only a little work is done three times.
+- "nest": one region that saves nothing, around the best schedule of its own blocks. This recursion
+  is that of Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019. For equal
+  blocks its special case is the binomial schedule (Griewank and Walther, "Revolve", ACM TOMS 2000).
+- "loop": a scan that runs by one of its plans.
+
+Example: take eight layers ``x = tanh(x @ w)``, with ``x`` of 4 MiB on an H100, one block per layer,
+and a level that saves nothing. For each schedule that `Composer.solve` returns, the loop prints the
+simulated peak in MiB, the extra FLOPs as a share of the forward pass, and the equations of its
+regions. Each layer has two equations, so ``(2, 6)`` is a region around the second and third layer:
+
+>>> import jax, jax.numpy as jnp
+>>> from remat_kit._chip.target import target
+>>> from remat_kit._planner.build import trace
+>>> from remat_kit._planner.simulate import simulate
+>>> def tower(weights, x):
+...     for w in weights:
+...         x = jnp.tanh(x @ w)
+...     return jnp.sum(x)
+>>> weights = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 8
+>>> x = jax.ShapeDtypeStruct((2048, 512), jnp.float32)
+>>> graph = trace(tower, (weights, x), target("h100"))
+>>> chain = Chain(graph, [0, 2, 4, 6, 8, 10, 12, 14, 17])
+>>> composer = Composer(chain, [chain.level(frozenset())], loops={})
+>>> for schedule in composer.solve(top=48 << 20, slots=240):
+...     cost = simulate(graph, schedule)
+...     regions = [(s.start, s.stop) for s in schedule if not s.plain]
+...     extra = f"{cost.extra_flops / graph.forward_flops:+.0%}"
+...     print(cost.peak_bytes >> 20, extra, *regions)
+24 +337% (0, 14)
+28 +125% (0, 10) (10, 14)
+32 +75% (0, 6) (6, 12)
+36 +50% (2, 10)
+36 +37% (2, 8)
+40 +25% (2, 6)
+44 +0%
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from remat_kit._planner.chain import Chain, Level
+from remat_kit._planner.simulate import LoopPlan, Segment, loop_cost
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def _rounded(amount: float, size: float, first: int) -> int:
+    """Return an amount in slots, rounded up for some blocks and down for others.
+
+    The direction depends on the first block, so that the errors of equal blocks do not add up.
+    """
+    return math.floor(amount / size + (first * _GOLDEN) % 1)
+
+
+def _improve(known: np.ndarray, picked: np.ndarray, work: float | np.ndarray, choice: int) -> None:
+    """Update the least known work where ``work`` is less, and record the choice there."""
+    better = work < known
+    if better.any():
+        np.copyto(known, work, where=better)
+        np.copyto(picked, choice, where=better)
+
+
+class _Choice(Protocol):
+    """A way to run some consecutive blocks: the last block, the extra work and the bytes."""
+
+    @property
+    def last(self) -> int: ...
+
+    @property
+    def work(self) -> float: ...
+
+    def takes(self) -> tuple[float, ...]: ...
+
+
+_C = TypeVar("_C", bound=_Choice)
+
+
+def _undominated(choices: Sequence[_C]) -> list[_C]:
+    """Remove each choice that has no advantage in work or bytes over one for the same blocks."""
+    kept: list[_C] = []
+    by_last: dict[int, list[tuple[float, ...]]] = {}
+    for choice in sorted(choices, key=lambda c: (c.work, *c.takes())):
+        others, takes = by_last.setdefault(choice.last, []), choice.takes()
+        if not any(all(map(operator.le, other, takes)) for other in others):
+            others.append(takes)
+            kept.append(choice)
+    return kept
+
+
+# -- a region that saves one level, around regions that save more ---------------------------------
+
+# Maximum number of blocks of a region inside another region, and of that outer region.
+_INNER, _OUTER = 8, 24
+
+
+class _ComposedPart(NamedTuple):
+    """One region inside another region, from a known block to ``last``.
+
+    All bytes are in addition to those that the outer region saves.
+
+    Attributes:
+        last: the last block.
+        kept: bytes live during the backward pass of later blocks.
+        stay: those of ``kept`` that are still live during the backward pass of these blocks.
+        working: further bytes live during the backward pass of these blocks.
+        work: the recompute of this region, and the work of the outer region to make the arrays that
+            this region saves and those that later blocks read.
+        less: ``work`` without making the arrays that only later blocks read.
+        keep: the arrays that the region saves.
+    """
+
+    last: int
+    kept: float
+    stay: float
+    working: float
+    work: float
+    less: float
+    keep: frozenset[int]
+
+    def takes(self) -> tuple[float, ...]:
+        return self.kept, self.stay + self.working, self.less
+
+    def need(self, kept: int, size: float, first: int) -> int:
+        """Return the total number of slots that the region needs."""
+        return max(kept, _rounded(self.stay, size, first) + math.ceil(self.working / size))
+
+
+class Layer:
+    """Regions that save one level of a chain, each around smaller regions that save more.
+
+    In the backward pass, the outer region first recomputes its blocks once. From then on, the
+    arrays that the inner regions save and those that enter them are live. The inner regions then
+    recompute the rest, one after the other, from last to first.
+
+    Args:
+        chain: the chain of the program.
+        level: the arrays that the outer regions save.
+        more: sets of further arrays; each inner region saves one of these sets beside the level.
+    """
+
+    def __init__(self, chain: Chain, level: Level, more: Sequence[frozenset[int]]):
+        self.chain = chain
+        self.level = level
+        parts: list[list[_ComposedPart]] = [[] for _ in range(chain.count)]
+        reach = chain.reach(level.keep)
+        handed = self.handed(reach)
+        for keep in dict.fromkeys(level.keep | extra for extra in more):
+            finer = chain.level(keep)
+            for s, some in enumerate(self.parts_of(finer, reach, handed)):
+                parts[s] += some
+        self.parts = [_undominated(some) for some in parts]
+
+    def handed(self, reach: Sequence[int]) -> list[list[int]]:
+        """Return the equations that run again to make what later blocks read of blocks ``s..j``.
+
+        The result is indexed by s and then by ``j - s``; each entry has one bit per equation.
+        """
+        chain = self.chain
+        ends: list[list[tuple[int, int]]] = [[] for _ in range(chain.count)]
+        for t, first, last in chain.crossing:
+            if t not in self.level.keep:
+                ends[first].append((last, reach[chain.producers[t]]))
+        found: list[list[int]] = [[0] * _INNER for _ in range(chain.count)]
+        for j in range(chain.count):
+            bits = 0
+            for s in range(j, max(-1, j - _INNER), -1):
+                for last, some in ends[s]:
+                    if last > j:
+                        bits |= some
+                found[s][j - s] = bits
+        return found
+
+    def parts_of(
+        self, finer: Level, reach: Sequence[int], handed: Sequence[Sequence[int]]
+    ) -> Iterator[list[_ComposedPart]]:
+        """Yield, for each block, the inner regions that begin with it and save a finer level."""
+        chain = self.chain
+        own = [0] * chain.count
+        for t in finer.keep - self.level.keep:
+            own[chain.block[chain.producers[t]]] |= reach[chain.producers[t]]
+        more = finer.kept - self.level.kept
+        for s, regions in enumerate(chain.regions(finer, _INNER)):
+            found = []
+            if regions:  # no region begins with a scan
+                last = s + len(regions) - 1
+                bits = list(itertools.accumulate(own[s : last + 1], operator.or_))
+                masks = [*bits, *map(operator.or_, bits, handed[s])]
+                keeping, handing = chain.sums(masks, s, last, chain.work).reshape(2, -1).tolist()
+                stay = np.cumsum(more[s : last + 1]).tolist()
+                for n, (working, again) in enumerate(regions):
+                    kept = stay[n] + float(finer.out[s, s + n])
+                    work, less = again + handing[n], again + keeping[n]
+                    part = _ComposedPart(s + n, kept, stay[n], working, work, less, finer.keep)
+                    found.append(part)
+            yield found
+
+    def solve(self, size: float, found: np.ndarray) -> None:
+        """Find the least work for all runs of blocks and all amounts of memory.
+
+        The memory excludes the bytes that the outer region saves.
+
+        Args:
+            size: bytes of a slot.
+            found: the array to fill with the work, indexed by the first block, by the number of
+                blocks after it and by slots.
+        """
+        k, slots = self.chain.count, found.shape[-1] - 1
+        self.size, self.value = size, found
+        self.value.fill(np.inf)
+        self.pick = np.empty(found.shape, dtype=np.int16)
+        for s in range(k - 1, -1, -1):
+            value, pick = self.value[s], self.pick[s]
+            for place, part in enumerate(self.parts[s]):
+                length = part.last - s
+                need = part.need(0, size, s)
+                if need <= slots and part.less < value[length, need]:
+                    _improve(value[length, need:], pick[length, need:], part.less, place)
+                kept = _rounded(part.kept, size, s)
+                need = part.need(kept, size, s)
+                rest = min(_OUTER - 1 - length, k - 1 - part.last)
+                if need <= slots and rest > 0:
+                    ahead = self.value[part.last + 1, :rest, need - kept : slots + 1 - kept]
+                    later = slice(length + 1, length + 1 + rest), slice(need, None)
+                    _improve(value[later], pick[later], ahead + part.work, place)
+
+    def lasts(self, first: int) -> Iterator[int]:
+        """Yield the last block of each outer region that begins with ``first`` and fits memory."""
+        for length in range(1, min(_OUTER, self.chain.count - first)):
+            if math.isfinite(self.value[first, length, -1]):
+                yield first + length
+
+    def segment(self, first: int, last: int, room: int) -> Segment:
+        """Return the outer region over some blocks with the least work in ``room`` slots."""
+        chain = self.chain
+        inside, s = [], first
+        while s <= last:
+            part = self.parts[s][self.pick[s, last - s, room]]
+            inside.append(chain.region(s, part.last, part.keep))
+            room -= _rounded(part.kept if part.last < last else part.stay, self.size, s)
+            s = part.last + 1
+        outer = chain.region(first, last, self.level.keep)
+        return dataclasses.replace(outer, inside=tuple(inside)) if len(inside) > 1 else outer
+
+
+# -- all together ---------------------------------------------------------------------------------
+
+# Maximum number of blocks of a chain whose regions may contain other regions ("nest"), and of a
+# chain where those may contain regions again.
+_NESTED, RECURSIVE = 160, 80
+
+
+# In the table of nested schedules, the choice `_REGION` + j means one region up to block j. Smaller
+# choices are numbers of ways to run a single block.
+_REGION = 1000
+
+
+_FORMS = "plain", "leaf", "layer", "nest", "loop"
+
+
+_LAYER, _NEST = 2, 3
+
+
+# Number of memory limits at which the dynamic program samples each option before it discards
+# dominated options.
+_LOOKS = 120
+
+
+class _Item(NamedTuple):
+    """Consecutive blocks that run in one of the forms that the module describes.
+
+    Attributes:
+        first: the first block.
+        last: the last block.
+        form: "plain", "leaf", "layer", "nest" or "loop".
+        level: the number of the level, of the layer or of the scan's plan.
+        kept: bytes live during the backward pass of later blocks.
+        stay: those of ``kept`` that are still live during the backward pass of these blocks. The
+            arrays that only later blocks read are free by then.
+        working: further bytes live during the backward pass of these blocks.
+        work: extra work.
+        spared: those of ``kept`` that are free if the next item is no region. The next block then
+            saves the activations that it computes from them.
+    """
+
+    first: int
+    last: int
+    form: str
+    level: int
+    kept: float
+    stay: float
+    working: float
+    work: float
+    spared: float = 0.0
+
+    def takes(self) -> tuple[float, ...]:
+        """Return its bytes before a region, before a plain item and in its own backward pass."""
+        return self.kept, self.kept - self.spared, self.stay + self.working
+
+    def slots(self, size: float) -> tuple[int, int]:
+        """Return the slots for ``kept``, and the total number of slots that the item needs."""
+        kept = _rounded(self.kept, size, self.first)
+        return kept, max(kept, self.room(size) + math.ceil(self.working / size))
+
+    def room(self, size: float) -> int:
+        """Return the slots for ``stay``, which are live in the backward pass of its own blocks."""
+        return _rounded(self.stay, size, self.first)
+
+    def ways(self) -> list[tuple[_Item, int]]:
+        """Return the item as it counts before a region (1) and before a plain item (0)."""
+        if self.form == "plain":  # two plain items in a row are one plain item
+            return [(self, 1)]
+        less = self._replace(kept=self.kept - self.spared) if self.spared else self
+        return [(self, 1), (less, 0)]
+
+
+class _Options(NamedTuple):
+    """All options that begin with one block, as arrays over the options.
+
+    Each option is an `_Item` and a follower: 1 if a region comes next, 0 if a plain item does.
+    """
+
+    first: int
+    last: np.ndarray
+    form: np.ndarray
+    level: np.ndarray
+    follower: np.ndarray
+    region: np.ndarray
+    kept: np.ndarray
+    room: np.ndarray
+    need: np.ndarray
+    work: np.ndarray
+
+    @classmethod
+    def of(cls, ways: Sequence[tuple[_Item, int]], size: float) -> _Options:
+        """Collect options into arrays; bytes become slots as in `_Item.slots`."""
+        first = ways[0][0].first
+        last, level, follower = np.array([(i.last, i.level, f) for i, f in ways]).T
+        form = np.array([_FORMS.index(item.form) for item, _ in ways])
+        amounts = np.array([(i.kept, i.stay, i.working, i.work) for i, _ in ways]).T
+        kept, stay, working = amounts[:3] / size
+        kept, room = (np.floor(x + (first * _GOLDEN) % 1).astype(int) for x in (kept, stay))
+        need = np.maximum(kept, room + np.ceil(working).astype(int))
+        return cls(first, last, form, level, follower, form > 0, kept, room, need, amounts[3])
+
+
+class Composer:
+    """The dynamic program over a chain.
+
+    Args:
+        chain: the chain of the program.
+        levels: the sets of arrays that regions may save.
+        loops: the plans of each scan, by the index of its equation.
+        host_bandwidth: bytes per second between device and host, in one direction.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        levels: Sequence[Level],
+        loops: dict[int, list[LoopPlan]],
+        host_bandwidth: float = math.inf,
+    ):
+        self.chain = chain
+        self.levels = levels
+        self.loops = loops
+        self.host_bandwidth = host_bandwidth
+        self.layers: Sequence[Layer] = ()
+        self.layer_values = self.inner = np.empty(0)
+        self.size = 1.0
+        self.handed_on = chain.level(frozenset()).out
+
+    @functools.cached_property
+    def items(self) -> list[list[tuple[_Item, int]]]:
+        """The undominated plain, leaf and loop items, as `_Item.ways`, by their first block."""
+        chain = self.chain
+        k = chain.count
+        found: list[list[_Item]] = [[] for _ in range(k)]
+        for b in range(k):
+            if chain.scans[b]:
+                found[b] += self.loop_items(b)
+            found[b] += _plain_items(chain, b)
+        for number, level in enumerate(self.levels):
+            for s in range(k):
+                if not chain.scans[s]:
+                    found[s] += self.leaf_items(number, level, s)
+        return [[w for item in _undominated(options) for w in item.ways()] for options in found]
+
+    def leaf_items(self, number: int, level: Level, s: int) -> Iterator[_Item]:
+        stay = 0.0
+        for j, (working, again) in enumerate(self.chain.regions(level)[s], s):
+            stay += float(level.kept[j])
+            kept = stay + float(level.out[s, j])
+            yield _Item(s, j, "leaf", number, kept, stay, working, again, float(level.spared[s, j]))
+
+    def loop_items(self, b: int) -> list[_Item]:
+        (scan,) = [e for e in self.chain.graph.equations[slice(*self.chain.ranges[b])] if e.loop]
+        assert scan.loop is not None
+        found = []
+        for number, plan in enumerate(self.loops.get(scan.index, ())):
+            cost = loop_cost(scan.loop, plan, self.host_bandwidth)
+            stay = float(self.chain.plain[b]) - scan.made_in_memory + cost.saved_bytes
+            found.append(
+                _Item(
+                    b,
+                    b,
+                    "loop",
+                    number,
+                    stay + float(self.chain.plain_out[b, b]),
+                    stay,
+                    float(self.chain.flowing[b]) + cost.peak_bytes - cost.saved_bytes,
+                    self.chain.worth.extra(cost),
+                )
+            )
+        return found
+
+    # .. the table: least extra work for blocks t.. with m slots of memory
+
+    def solve(
+        self, top: float, slots: int, layers: Sequence[Layer] = ()
+    ) -> list[tuple[Segment, ...]]:
+        """Return the schedules with the least work for each amount of memory up to ``top`` bytes.
+
+        Args:
+            top: the highest memory limit, in bytes.
+            slots: the number of slots into which ``top`` is divided.
+            layers: the regions around smaller regions that may be used.
+        """
+        self.size, self.layers = top / slots, layers
+        best, choice, chosen = self.table(slots)
+        found: dict[tuple[Segment, ...], None] = {}
+        previous = math.inf
+        for m in range(slots + 1):
+            least = best[0][:, m].min()
+            if not math.isfinite(least) or least >= previous * (1 - 1e-6) - 1e-15:
+                continue
+            previous = least
+            found[self.schedule(choice, chosen, int(best[0][:, m].argmin()), m)] = None
+        return list(found)
+
+    def table(self, slots: int) -> tuple[np.ndarray, np.ndarray, list[list[tuple[_Item, int]]]]:
+        """Return the least work from each block on, the option that achieves it, and all options.
+
+        The work and the options' numbers are indexed by the block, by whether a region begins there
+        (1) or not (0), and by slots. The options are listed by their first block.
+        """
+        k, size = self.chain.count, self.size
+        items, nested, layered = self.items, self.nested(slots), self.layered(slots)
+        best = np.full((k + 1, 2, slots + 1), np.inf)
+        best[k] = 0.0
+        choice = np.full((k, 2, slots + 1), -1, dtype=int)
+        chosen: list[list[tuple[_Item, int]]] = []
+        for t in range(k - 1, -1, -1):
+            around = (way for item in (*nested[t], *layered[t]) for way in item.ways())
+            if self.chain.graph.early:  # then another region must follow a region around regions
+                around = (way for way in around if way[1])
+            ways = [*items[t], *around]
+            chosen.append(ways)
+            options = _Options.of(ways, size)
+            for number in self.promising(options, best):
+                item, follower = ways[number]
+                kept, need = int(options.kept[number]), int(options.need[number])
+                value = best[item.last + 1, follower, need - kept : slots + 1 - kept] + item.work
+                inside = self.inside(item)
+                if inside is not None:
+                    room = int(options.room[number])
+                    value += inside[need - room : slots + 1 - room]
+                where = t, int(item.form != "plain"), slice(need, None)
+                _improve(best[where], choice[where], value, number)
+        chosen.reverse()
+        return best, choice, chosen
+
+    def promising(self, options: _Options, best: np.ndarray) -> list[int]:
+        """Return the options from one block on that may be the best for some amount of memory.
+
+        The function compares the options at sampled memory limits. The least work never rises with
+        the limit. Hence, if an option at one sampled limit is worse than the best option is at the
+        limit before, it is also worse at every limit between the two.
+        """
+        slots = best.shape[-1] - 1
+        at = np.append(np.arange(0, slots, max(1, slots // _LOOKS)), slots)
+        value = self.values(options, best, at)
+        fits, found = np.isfinite(value[:, 1:]), np.zeros(len(value), dtype=bool)
+        for region in (False, True):
+            these = options.region == region
+            if these.any():
+                least = value[these].min(axis=0)
+                found[these] = (fits[these] & (value[these, 1:] <= least[:-1])).any(axis=1)
+        return np.flatnonzero(found).tolist()
+
+    def values(self, options: _Options, best: np.ndarray, at: np.ndarray) -> np.ndarray:
+        """Return the least work with each option, at some memory limits in slots."""
+
+        def left(amount: np.ndarray) -> np.ndarray:
+            return np.maximum(at - amount[:, None], 0)
+
+        value = best[options.last[:, None] + 1, options.follower[:, None], left(options.kept)]
+        value += options.work[:, None]
+        for form, store in ((_LAYER, self.layer_values), (_NEST, self.inner)):
+            these = options.form == form
+            if these.any():
+                level, last = options.level[these, None], options.last[these, None]
+                room = left(options.room[these])
+                if form == _LAYER:
+                    value[these] += store[level, options.first, last - options.first, room]
+                else:
+                    value[these] += store[options.first, last, room]
+        value[at < options.need[:, None]] = np.inf
+        return value
+
+    def schedule(
+        self,
+        choice: np.ndarray,
+        chosen: list[list[tuple[_Item, int]]],
+        region: int,
+        m: int,
+    ) -> tuple[Segment, ...]:
+        t, parts = 0, []
+        while t < self.chain.count:
+            item, follower = chosen[t][choice[t][region][m]]
+            kept, _ = item.slots(self.size)
+            parts += self.segment(item, m)
+            m, t, region = m - kept, item.last + 1, follower
+        return joined(tuple(parts))
+
+    def segment(self, item: _Item, room: int) -> list[Segment]:
+        chain = self.chain
+        lo, hi = chain.cuts[item.first], chain.cuts[item.last + 1]
+        if item.form == "plain":
+            return [Segment(lo, hi, plain=True)]
+        if item.form == "loop":
+            (scan,) = [e.index for e in chain.graph.equations[lo:hi] if e.loop]
+            plan = self.loops[scan][item.level]
+            return [Segment(lo, hi, plain=True, loops=((scan, plan),))]
+        if item.form == "leaf":
+            return [chain.region(item.first, item.last, self.levels[item.level].keep)]
+        room -= item.room(self.size)
+        if item.form == "layer":
+            return [self.layers[item.level].segment(item.first, item.last, room)]
+        return [Segment(lo, hi, inside=self.backtrack(item.first, item.last, room))]
+
+    def inside(self, item: _Item) -> np.ndarray | None:
+        """Return the least work of the regions inside an item, for each amount of memory."""
+        if item.form == "layer":
+            return self.layer_values[item.level, item.first, item.last - item.first]
+        return self.inner[item.first, item.last] if item.form == "nest" else None
+
+    def layered(self, slots: int) -> list[list[_Item]]:
+        """Return the "layer" items, by their first block."""
+        found: list[list[_Item]] = [[] for _ in range(self.chain.count)]
+        shape = len(self.layers), self.chain.count, _OUTER, slots + 1
+        if self.layer_values.shape != shape:
+            self.layer_values = np.empty(shape)
+        for number, layer in enumerate(self.layers):
+            layer.solve(self.size, self.layer_values[number])
+            level = layer.level
+            total = np.concatenate([[0.0], np.cumsum(level.kept)])
+            for s, items in enumerate(found):
+                for t in layer.lasts(s):
+                    stay = float(total[t + 1] - total[s])
+                    kept = stay + float(level.out[s, t])
+                    spared = float(level.spared[s, t])
+                    items.append(_Item(s, t, "layer", number, kept, stay, 0.0, 0.0, spared))
+        return found
+
+    # .. nested regions: the recursion for heterogeneous chains (Beaumont et al. 2019)
+
+    def nested(self, slots: int) -> list[list[_Item]]:
+        """Return the "nest" items, by their first block: regions that save nothing themselves."""
+        chain, k, size = self.chain, self.chain.count, self.size
+        found: list[list[_Item]] = [[] for _ in range(k)]
+        if chain.scans.any() or k > _NESTED or k < 3:
+            return found
+        out, singles = self.handed_on, self.singles
+        forward = np.concatenate([[0.0], np.cumsum(chain.forward)])
+        # The least work for blocks s..t, indexed by s, t and slots, and the first choice for it.
+        self.inner = inner = np.full((k, k, slots + 1), np.inf)
+        self.inner_choice = pick = np.full((k, k, slots + 1), -1, dtype=np.int16)
+        for s in range(k - 1, -1, -1):
+            for number, (item, made_again) in enumerate(singles[s]):
+                # No later block inside the region reads the activations of the last block. The
+                # last block therefore runs again only to make what it saves.
+                _, need = item._replace(kept=item.stay).slots(size)
+                work = item.work + made_again
+                _improve(inner[s, s, need:], pick[s, s, need:], work, number)
+                kept, need = item.slots(size)
+                if need <= slots and s + 1 < k:
+                    later = s, slice(s + 1, None), slice(need, None)
+                    ahead = inner[s + 1, s + 1 :, need - kept : slots + 1 - kept]
+                    _improve(inner[later], pick[later], ahead + item.work, number)
+            for j in range(s + 1, k - 1 if k <= RECURSIVE else 0):
+                # Blocks s..j form a region of their own, which precedes blocks j + 1..t.
+                kept = round(out[s, j] / size)
+                if kept <= slots:
+                    later = s, slice(j + 1, None), slice(kept, None)
+                    ahead = inner[j + 1, j + 1 :, : slots + 1 - kept]
+                    inside = inner[s, j, kept:] + (forward[j] - forward[s])
+                    _improve(inner[later], pick[later], ahead + inside, _REGION + j)
+            for t in range(s + 2, k):
+                again = float(forward[t] - forward[s])
+                found[s].append(_Item(s, t, "nest", -1, float(out[s, t]), 0.0, 0.0, again))
+        return found
+
+    @functools.cached_property
+    def singles(self) -> list[list[tuple[_Item, float]]]:
+        """The undominated ways to run each single block inside a region.
+
+        With each of them comes the work of the block to make the arrays that it saves.
+        """
+        found: list[list[tuple[_Item, float]]] = []
+        for b in range(self.chain.count):
+            options = [next(_plain_items(self.chain, b))]
+            for number, level in enumerate(self.levels):
+                options += itertools.islice(self.leaf_items(number, level, b), 1)
+            found.append([(item, self.made_again(item)) for item in _undominated(options)])
+        return found
+
+    def made_again(self, item: _Item) -> float:
+        """Return the work of a block to make the arrays that it saves."""
+        chain, b = self.chain, item.first
+        kept = chain.needs[b] if item.form == "plain" else self.levels[item.level].keep
+        return chain.making(b, kept)
+
+    def backtrack(self, s: int, t: int, room: int) -> tuple[Segment, ...]:
+        cuts, parts = self.chain.cuts, []
+        size = self.size
+        while s <= t:
+            pick = int(self.inner_choice[s, t, room])
+            if pick >= _REGION:
+                j = pick - _REGION
+                inside = self.backtrack(s, j, room)
+                room -= round(self.handed_on[s, j] / size)
+                parts.append(Segment(cuts[s], cuts[j + 1], inside=inside))
+                s = j + 1
+                continue
+            item, _ = self.singles[s][pick]
+            parts += self.segment(item, room)
+            room -= _rounded(item.kept if s < t else item.stay, size, s)
+            s += 1
+        return joined(tuple(parts))
+
+
+def _plain_items(chain: Chain, first: int) -> Iterator[_Item]:
+    """Yield a plain item of blocks ``first..j`` for each j.
+
+    Between these blocks, only the arrays that their derivatives read stay live.
+    """
+    stay = need = 0.0
+    for j in range(first, chain.count):
+        stay += float(chain.plain[j])
+        need = max(need, stay + chain.flowing[j])
+        kept = stay + float(chain.plain_out[first, j])
+        yield _Item(first, j, "plain", -1, kept, stay, need - stay, 0.0)
+
+
+def joined(parts: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """Merge neighbouring segments without a region into one."""
+    merged: list[Segment] = []
+    for part in parts:
+        if part.plain and merged and merged[-1].plain:
+            last = merged.pop()
+            part = Segment(last.start, part.stop, plain=True, loops=(*last.loops, *part.loops))
+        merged.append(part)
+    return tuple(merged)

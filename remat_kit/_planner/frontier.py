@@ -1,0 +1,519 @@
+"""Which checkpoint schedules trade memory for time best, and how close are they to the optimum?
+
+`frontier` traces a loss and returns its best schedules, from the lowest peak memory to no recompute
+at all. Each one comes with a lower bound on the extra time of any schedule with its peak. Nothing
+is compiled: peaks and times come from the simulation. `estimate` applies the same simulation to
+checkpoints that the user chose, by hand or for example by Feng and Huang, "Optimal gradient
+checkpoint search for arbitrary computation graphs", CVPR 2021.
+
+Example: take a function ``tower`` of eight layers ``x = tanh(x @ w)``, with ``x`` of 4 MiB and 1
+MiB per weight matrix. The peaks include 12 MiB of arguments:
+
+>>> import jax, jax.numpy as jnp
+>>> def tower(weights, x):
+...     for w in weights:
+...         x = jnp.tanh(x @ w)
+...     return jnp.sum(x)
+>>> weights = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 8
+>>> x = jax.ShapeDtypeStruct((2048, 512), jnp.float32)
+>>> print(frontier(tower, weights, x, target="h100"))
+h100: predicted peak, and extra work as a share of the forward pass
+peak    saved   extra FLOPs  extra time  bound
+------  ------  -----------  ----------  -------
+36 MiB  12 MiB  +187.5 %     +193.2 %    +64.4 %
+40 MiB  16 MiB  +50.0 %      +51.5 %     +51.5 %
+44 MiB  20 MiB  +37.5 %      +38.6 %     +38.6 %
+48 MiB  24 MiB  +25.0 %      +25.8 %     +25.8 %
+52 MiB  28 MiB  +12.5 %      +12.9 %     +12.9 %
+56 MiB  32 MiB  +0.0 %       +0.0 %      +0.0 %
+
+The extra time of all points but the first equals the bound, so no schedule with such a peak is
+faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import html
+import io
+import itertools
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from remat_kit import _files, _frames
+from remat_kit._chip.target import Target
+from remat_kit._chip.target import target as find_target
+from remat_kit._errors import UserError, unknown
+from remat_kit._planner import bounds as _bounds
+from remat_kit._planner import build as _build
+from remat_kit._planner import mincut as _mincut
+from remat_kit._planner import proposals as _proposals
+from remat_kit._planner import simulate as _simulate
+from remat_kit._planner.graph import CostGraph
+from remat_kit._planner.point import Point
+from remat_kit._planner.simulate import Segment, Simulated
+from remat_kit._policy import patterns as _patterns
+from remat_kit._policy import schedule as _schedule
+from remat_kit._policy import structural as _structural
+from remat_kit._policy.structural import Planned
+from remat_kit._program import ops as _ops
+from remat_kit._program import program as _program
+from remat_kit._program import step as _step
+from remat_kit._program.gradient import Argnums, abstract
+from remat_kit._show import figures as _figures
+from remat_kit._show.table import Table
+from remat_kit._units import format_bytes
+
+Tick = Callable[[str], None]
+
+
+# For each objective, the weight of FLOPs in the work that the search minimises; the rest is the
+# weight of seconds. FLOPs are certain, while seconds come from a roofline model. Therefore FLOPs
+# have the greater weight if both count.
+OBJECTIVES = {"balanced": 0.75, "time": 0.0, "flops": 1.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Frontier:
+    """The best schedules of a loss, from the lowest peak memory to the least extra work.
+
+    Attributes:
+        points: the schedules by peak, smallest first. Each has less extra work than those before.
+        target: the chip's name.
+        objective: how work is measured: ``"balanced"``, ``"time"`` or ``"flops"``.
+        planning_seconds: the time in seconds that tracing and solving took.
+        equations: number of operations of the traced forward pass.
+        argument_bytes: bytes of the arguments, which are live all the time.
+        output_bytes: bytes of the loss and the gradients.
+        forward_seconds: roofline time of the forward pass.
+        backward_seconds: roofline time of the backward pass without any recompute.
+        working_bytes: bytes of the largest set of arrays that the derivative of one operation needs
+            at once. No schedule has a lower peak, arguments not counted.
+        leaner: schedules with about the predicted peak of the first point, which save fewer bytes
+            and recompute more. `plan` tries them if the compiler keeps more live than predicted.
+        plain: the loss as it is, without a region.
+        presets: the names and the points of the presets ``nothing`` and ``dots``, with one region
+            per block.
+        graph: the cost graph of the loss.
+    """
+
+    points: tuple[Point, ...]
+    target: str
+    objective: str
+    planning_seconds: float
+    equations: int
+    argument_bytes: int
+    output_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+    working_bytes: int
+    leaner: tuple[Point, ...]
+    plain: Point
+    presets: tuple[tuple[str, Point], ...]
+    graph: CostGraph = dataclasses.field(repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, ready for `json.dumps`."""
+        names = (
+            *(
+                "target",
+                "objective",
+                "planning_seconds",
+                "equations",
+                "argument_bytes",
+                "output_bytes",
+            ),
+            *("forward_seconds", "backward_seconds", "working_bytes"),
+        )
+        plain = {name: getattr(self, name) for name in names}
+        return plain | {
+            "points": [p.to_json() for p in self.points],
+            "leaner": [p.to_json() for p in self.leaner],
+            "presets": [{"name": name} | p.to_json() for name, p in self.presets],
+        }
+
+    def policy(self, point: Point) -> Planned:
+        """Return the policy that runs the schedule of a point, for `remat_kit.policy`."""
+        return policy_of(self.graph, point.schedule)
+
+    def table(self, most: int = 24) -> Table:
+        """Return a table of at most ``most`` points, spread evenly over all points."""
+        shown = _thinned(self.points, most)
+        columns = {
+            "peak": [format_bytes(p.predicted_peak_bytes) for p in shown],
+            "saved": [format_bytes(p.saved_bytes) for p in shown],
+            "on the host": [format_bytes(p.host_bytes) for p in shown],
+            "extra FLOPs": [f"+{100 * p.extra_flops_fraction:.1f} %" for p in shown],
+            "extra time": [self._part(p.extra_seconds) for p in shown],
+            "bound": [self._part(p.bound_extra_seconds) for p in shown],
+        }
+        if not any(p.host_bytes for p in self.points):
+            del columns["on the host"]
+        title = f"{self.target}: predicted peak, and extra work as a share of the forward pass"
+        return Table(title, tuple(columns), tuple(zip(*columns.values(), strict=True)))
+
+    def _part(self, seconds: float) -> str:
+        return f"+{100 * _share(seconds, self.forward_seconds):.1f} %"
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def to_png(self, path: str | pathlib.Path) -> None:
+        """Draw memory against time: the points, the presets and the bound.
+
+        This needs matplotlib, which the extra ``plot`` installs.
+
+        Args:
+            path: where to write the picture. The suffix gives the format: ``.png``, ``.svg`` or
+                ``.pdf``.
+
+        Raises:
+            UserError: matplotlib is missing, or the suffix is none of these.
+        """
+        _figures.check_picture(path, call="to_png")
+        _figures.frontier(self.to_json(), path)
+
+    def to_html(self, path: str | pathlib.Path) -> None:
+        """Write an HTML page with the picture of `to_png` and the table of all points.
+
+        This needs matplotlib, which the extra ``plot`` installs.
+
+        Args:
+            path: where to write the page.
+
+        Raises:
+            UserError: matplotlib is missing.
+        """
+        drawn = io.StringIO()
+        _figures.frontier(self.to_json(), drawn, call="to_html")
+        picture = drawn.getvalue()[drawn.getvalue().index("<svg") :]
+        title = html.escape(f"memory against time on {self.target}")
+        text = html.escape(str(self.table(most=len(self.points))))
+        _files.write_whole(
+            path,
+            f"<!doctype html><meta charset=utf-8><title>{title}</title>"
+            f"{picture}<pre>{text}</pre>\n",
+        )
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _thinned(points: Sequence[Point], most: int) -> list[Point]:
+    if len(points) <= most:
+        return list(points)
+    return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]
+
+
+def frontier(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: str | Target = "cpu",
+    argnums: Argnums = 0,
+    objective: str = "time",
+    optimizer: Any = None,
+    offload: bool = False,
+    progress: Tick | None = None,
+) -> Frontier:
+    """Return the schedules with the best trade of memory for time, without compiling anything.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def tower(weights, x):
+    ...     for w in weights:
+    ...         x = jnp.tanh(x @ w)
+    ...     return jnp.mean(x)
+    >>> weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 8
+    >>> found = frontier(tower, weights, jax.ShapeDtypeStruct((4096, 64), jnp.float32))
+    >>> found.points[-1].extra_flops
+    0.0
+    >>> found.points[0].predicted_peak_bytes < found.points[-1].predicted_peak_bytes
+    True
+
+    Args:
+        fn: the loss. It is called as ``fn(*args)`` and returns a scalar, or ``(scalar, aux)``.
+        args: pytrees of arrays or of `jax.ShapeDtypeStruct`.
+        target: the chip whose rates turn operations and bytes into seconds.
+        argnums: the positions of the arguments to differentiate.
+        objective: the extra work to minimize. ``"time"`` is the roofline time on the chip, which
+            the lower bound uses too. ``"flops"`` is the number of floating-point operations.
+            ``"balanced"`` is three quarters FLOPs and one quarter time, each as a share of the
+            forward pass; `plan` uses it by default. A roofline model assumes that matrix units run
+            at their peak rate, which they do not. Time alone therefore recomputes too many
+            convolutions, while FLOPs alone recompute any number of elementwise operations.
+        optimizer: an ``optax.GradientTransformation`` whose state counts as live, as for `plan`.
+        offload: whether the iterations of scans may offload their saved arrays to the host's
+            memory. Outside of scans, compilers undo an offload or need more memory for it, so the
+            planner does not propose it there.
+        progress: called with a description of the current work. Ctrl-C ends the search, and
+            `frontier` returns the schedules found so far.
+
+    Raises:
+        NotDifferentiableError: ``fn`` cannot be differentiated.
+        UserError: ``fn`` is not a loss, or ``offload`` is set for a CPU.
+        UnknownNameError: no chip or objective has that name.
+    """
+    return search_frontier(
+        fn,
+        args,
+        find_target(target),
+        argnums,
+        objective,
+        optimizer,
+        offload,
+        progress or _proposals.silent,
+        "frontier",
+    )
+
+
+def search_frontier(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    chip: Target,
+    argnums: Argnums,
+    objective: str,
+    optimizer: Any,
+    offload: bool,
+    tick: Tick,
+    call: str,
+) -> Frontier:
+    """Return the frontier of a loss on a chip; errors name the public function ``call``."""
+    begun = time.perf_counter()
+    if objective not in OBJECTIVES:
+        raise unknown("objective", objective, OBJECTIVES, call=f"{call}(..., objective=...)")
+    if offload and chip.platform == "cpu":
+        raise UserError(
+            f"`{call}(..., offload=True, target={chip.name!r})`: a CPU's memory is the host's "
+            "memory, so there is nowhere to move an array to",
+            hint="leave offload out, or plan for a GPU or a TPU; `remat-kit targets` lists them",
+        )
+    with _collection_put_off():
+        tick("tracing")
+        graph = _build.trace(fn, args, chip, argnums, call=call)
+        if offload and not any(e.loop for e in graph.equations):
+            _frames.warn(
+                f"`{call}(..., offload=True)`: the loss has no scan. The planner offloads only "
+                "arrays that the iterations of a scan save, so offload=True has no effect",
+                "leave offload out, or run equal layers in a scan",
+            )
+        worth = _mincut.Worth.of_graph(graph, OBJECTIVES[objective])
+        found = _proposals.proposed(
+            graph,
+            tick=tick,
+            host_bandwidth=chip.host_bandwidth_bytes_per_second if offload else 0.0,
+            worth=worth,
+        )
+        tick("bounds")
+        bounds = _bounds.bounds(graph)
+    given, made = _sizes(graph, args, argnums, call)
+    if optimizer is not None:
+        state = _step.state_of(optimizer, args, argnums, call)
+        given += sum(_ops.nbytes(x) for x in jax.tree.leaves(state))
+
+    def point(schedule: tuple[Segment, ...]) -> Point:
+        cost = _simulate.simulate(graph, schedule)
+        return _point(graph, schedule, cost, bounds, worth, given, made)
+
+    def points(some: Sequence[_proposals.Candidate]) -> tuple[Point, ...]:
+        return tuple(_point(graph, c.schedule, c.cost, bounds, worth, given, made) for c in some)
+
+    return Frontier(
+        points=points(_proposals.pareto(found, worth)),
+        target=chip.name,
+        objective=objective,
+        planning_seconds=time.perf_counter() - begun,
+        equations=len(graph.equations),
+        argument_bytes=given,
+        output_bytes=made,
+        forward_seconds=graph.forward_seconds,
+        backward_seconds=graph.backward_seconds,
+        working_bytes=bounds.working_bytes,
+        leaner=points(_proposals.leaner(found, worth)),
+        plain=point((Segment(0, len(graph.equations), plain=True),)),
+        presets=tuple((name, point(schedule)) for name, schedule in _proposals.presets(graph)),
+        graph=graph,
+    )
+
+
+@contextlib.contextmanager
+def _collection_put_off() -> Iterator[None]:
+    """Suspend Python's garbage collection.
+
+    A search creates many objects but few reference cycles. Collecting them would take a third of
+    the search's time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _point(
+    graph: CostGraph,
+    schedule: tuple[Segment, ...],
+    cost: Simulated,
+    bounds: _bounds.Bounds,
+    worth: _mincut.Worth,
+    given: int,
+    made: int,
+) -> Point:
+    bound = min(bounds.seconds(cost.peak_bytes + cost.host_bytes), cost.extra_seconds)
+    return Point(
+        predicted_peak_bytes=given + max(made, cost.peak_bytes),
+        saved_bytes=cost.saved_bytes,
+        host_bytes=cost.host_bytes,
+        extra_seconds=cost.extra_seconds,
+        extra_flops=cost.extra_flops,
+        extra_work=worth.extra(cost),
+        forward_flops=graph.forward_flops,
+        bound_extra_seconds=bound,
+        gap=_share(cost.extra_seconds - bound, graph.forward_seconds),
+        schedule=schedule,
+        cost=cost,
+    )
+
+
+def _sizes(graph: CostGraph, args: Sequence[Any], argnums: Argnums, call: str) -> tuple[int, int]:
+    """Return the bytes of the arguments, and the bytes of the results with the gradients."""
+    structs = abstract(args, call=call)
+    chosen = [argnums] if isinstance(argnums, int) else list(argnums or ())
+    gradients = [structs[p] for p in chosen]
+    given, made = (sum(_ops.nbytes(x) for x in jax.tree.leaves(t)) for t in (structs, gradients))
+    return given, made + sum(_ops.nbytes(v.aval) for v in graph.program.outvars)
+
+
+# -- hand-made checkpoints ------------------------------------------------------------------------
+
+
+def estimate(
+    fn: Callable[..., Any],
+    *args: Any,
+    checkpoints: Sequence[str],
+    target: str | Target = "cpu",
+    argnums: Argnums = 0,
+) -> Point:
+    """Return the predicted memory and extra work of hand-chosen checkpoints, without compiling.
+
+    Each checkpoint ends a region. The backward pass recomputes a region from the arrays that enter
+    it, such as the checkpoint before it. The equations after the last checkpoint are in no region.
+    `segments` and Paddle's ``RecomputeOptimizer`` follow the same rule.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import remat_kit
+    >>> def tower(weights, x):
+    ...     for i, w in enumerate(weights):
+    ...         x = remat_kit.name(jnp.tanh(x @ w), f"layer_{i}")
+    ...     return jnp.mean(x)
+    >>> weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4
+    >>> x = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    >>> point = estimate(tower, weights, x, checkpoints=["layer_1", "layer_2"])
+    >>> round(point.extra_flops_fraction, 2)
+    0.75
+
+    Args:
+        fn, args, target, argnums: as for `frontier`.
+        checkpoints: names given by `name` or ``checkpoint_name``, or patterns of module paths. A
+            region ends after each named value and after each call of a matching module.
+
+    Raises:
+        UnknownNameError: a checkpoint is neither a name nor a module of the program.
+        UserError: ``checkpoints`` is empty.
+    """
+    if not checkpoints:
+        raise UserError(
+            "`estimate(..., checkpoints=())`: without a checkpoint there is no region to estimate",
+            hint="give at least one name, as in checkpoints=['layer_1'], or one pattern of module "
+            "paths",
+        )
+    chip = find_target(target)
+    graph = _build.trace(fn, args, chip, argnums, call="estimate")
+    cuts = {stop for text in checkpoints for stop in _ends(graph, text)}
+    n = len(graph.equations)
+    marks = sorted({0, *cuts})
+    schedule = tuple(Segment(a, b) for a, b in itertools.pairwise(marks))
+    if marks[-1] < n:
+        schedule += (Segment(marks[-1], n, plain=True),)
+    cost = _simulate.simulate(graph, schedule)
+    given, made = _sizes(graph, args, argnums, "estimate")
+    return _point(graph, schedule, cost, _bounds.bounds(graph), _mincut.TIME, given, made)
+
+
+def _ends(graph: CostGraph, text: str) -> list[int]:
+    """Return the positions after each value of a name, or after each call of a module."""
+    eqns = graph.program.eqns
+    named = [i + 1 for i, e in enumerate(eqns) if _program.checkpoint_name_of(e) == text]
+    if named:
+        return named
+    inside = [_patterns.prefix_matching(text, e.module) for e in graph.equations]
+    ends = [
+        i + 1
+        for i, block in enumerate(inside)
+        if block is not None and (i + 1 == len(inside) or inside[i + 1] != block)
+    ]
+    if not ends:
+        names = {n for e in eqns if (n := _program.checkpoint_name_of(e))}
+        known = names | {e.module for e in graph.equations if e.module}
+        raise unknown("name or module", text, known, call="estimate(..., checkpoints=...)")
+    return ends
+
+
+# -- from schedules to policies -------------------------------------------------------------------
+
+
+def policy_of(graph: CostGraph, schedule: Iterable[Segment]) -> Planned:
+    lines = _schedule.lines([_stretch(graph, s) for s in schedule])
+    return _structural.planned(_described(graph), *lines)
+
+
+@functools.lru_cache(maxsize=8)
+def _described(graph: CostGraph) -> str:
+    return _schedule.describe(graph.program)
+
+
+def _stretch(graph: CostGraph, s: Segment) -> _schedule.Stretch:
+    def places(tensors: Iterable[int]) -> tuple[tuple[int, int], ...]:
+        return tuple(
+            sorted((graph.tensors[t].producer, graph.tensors[t].position) for t in tensors)
+        )  # for an argument, the producer is -1 and the position is its number
+
+    loops = []
+    for equation, loop_plan in s.loops:
+        loop = graph.equations[equation].loop
+        assert loop is not None
+        parts = tuple(
+            _schedule.LoopPart(times, group, tuple(_stretch(loop.graph, b) for b in body))
+            for times, group, body in loop_plan.parts
+        )
+        loops.append((equation, parts))
+    return _schedule.Stretch(
+        start=s.start,
+        stop=s.stop,
+        save=places(s.save - s.offload),
+        offload=places(s.offload),
+        plain=s.plain,
+        inside=tuple(_stretch(graph, part) for part in s.inside),
+        loops=tuple(loops),
+    )
+
+
+def held_arrays(graph: CostGraph, start: int, stop: int, most: int = 3) -> list[str]:
+    found = {t for e in graph.equations[start:stop] for t in (*e.needs, *e.makes)}
+    largest = sorted(found, key=lambda t: -graph.tensors[t].bytes)[:most]
+    out = []
+    for t in largest:
+        tensor = graph.tensors[t]
+        if tensor.bytes:
+            dims = ",".join(map(str, tensor.shape))
+            made = graph.equations[tensor.producer]
+            out.append(f"{tensor.dtype}[{dims}] of {made.module or made.primitive}")
+    return out or ["the working set of one operation"]

@@ -1,0 +1,404 @@
+"""Which schedule makes a step the fastest within a memory budget?
+
+`plan` computes the frontier of schedules (module `frontier`), compiles a few of them for the target
+and corrects the predicted peaks by the compiled ones (module `search`). It returns the schedule
+with the least extra work among the compiled ones that fit the budget. A `Plan` is a policy:
+``remat_kit.policy(plan)`` runs it.
+
+The example of `plan` compiles sixteen layers ``x = tanh(x @ w)``, with ``x`` of 2 MiB, for a CPU.
+Its budget, ``"min"``, asks for the lowest peak that the planner reaches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from remat_kit import _files, _frames
+from remat_kit._chip.memory import Memory
+from remat_kit._chip.target import Target
+from remat_kit._chip.target import target as find_target
+from remat_kit._compiled import peak as _peak
+from remat_kit._errors import UserError
+from remat_kit._planner import proposals as _proposals
+from remat_kit._planner.frontier import Tick, policy_of, search_frontier
+from remat_kit._planner.graph import CostGraph
+from remat_kit._planner.point import Point
+from remat_kit._planner.search import Answer, Search, check_reachable, parsed_budget, temporaries
+from remat_kit._planner.simulate import Segment, Simulation
+from remat_kit._policy import recipe as _recipe
+from remat_kit._policy.structural import Planned
+from remat_kit._program import paths as _paths
+from remat_kit._program.gradient import Argnums
+from remat_kit._show.table import Table
+from remat_kit._units import format_bytes
+
+# -- a plan ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ModulePlan:
+    """What a plan saves, offloads and recomputes in one module; equal blocks are added up.
+
+    Attributes:
+        module: the path of the module.
+        saved_bytes: bytes of its activations that are saved on the device.
+        offloaded_bytes: bytes of its activations that are offloaded to the host's memory.
+        recomputed_flops: floating-point operations that the backward pass recomputes.
+        recomputed_seconds: roofline time of this recompute.
+        equations: number of operations that the backward pass recomputes.
+        unknown: the primitives in the module whose cost is unknown.
+        unknown_again: whether some of these are recomputed.
+    """
+
+    module: str
+    saved_bytes: int
+    offloaded_bytes: int
+    recomputed_flops: float
+    recomputed_seconds: float
+    equations: int
+    unknown: tuple[str, ...] = ()
+    unknown_again: bool = False
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan(Planned):
+    """A schedule for one program and one budget, with the memory of the compiled step.
+
+    A plan is a policy: ``remat_kit.policy(plan)`` runs it, and `save` writes it as a recipe. Its
+    ``repr`` shows only the policy.
+
+    Attributes:
+        target: the chip for which the step was compiled.
+        budget_bytes: the budget in bytes on the device; None for ``"min"`` and ``"free"``.
+        predicted_peak_bytes: the peak that was predicted before this program was compiled.
+        compiled: the memory of the compiled step under this plan.
+        baseline: the memory of the compiled step without a plan.
+        minimum_bytes: the lowest peak that the planner knows of. It is the compiled peak if that
+            schedule was compiled, and otherwise the predicted one.
+        point: the predicted figures of the schedule.
+        step_seconds: roofline time of the step, without the optimizer's update.
+        peak_phase: the phase in which the compiled program has its peak: ``"forward"``,
+            ``"recompute"``, ``"backward"`` or ``"update"``; "" if the compiler returned no program.
+        tried: number of programs that were compiled.
+        modules: what is saved, offloaded and recomputed, by module.
+        notes: remarks, for example that recomputing more cannot lower the peak.
+    """
+
+    target: str = dataclasses.field(default="", compare=False)
+    budget_bytes: int | None = dataclasses.field(default=None, compare=False)
+    predicted_peak_bytes: int = dataclasses.field(default=0, compare=False)
+    compiled: Memory | None = dataclasses.field(default=None, compare=False)
+    baseline: Memory | None = dataclasses.field(default=None, compare=False)
+    minimum_bytes: int = dataclasses.field(default=0, compare=False)
+    point: Point | None = dataclasses.field(default=None, compare=False)
+    step_seconds: float = dataclasses.field(default=0.0, compare=False)
+    peak_phase: str = dataclasses.field(default="", compare=False)
+    tried: int = dataclasses.field(default=0, compare=False)
+    modules: tuple[ModulePlan, ...] = dataclasses.field(default=(), compare=False)
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    @property
+    def policy(self) -> Planned:
+        """The policy alone."""
+        return Planned(program=self.program, lines=self.lines, strict=self.strict)
+
+    @property
+    def compiled_peak_bytes(self) -> int | None:
+        """Peak of the compiled step on the device in bytes, or None if it is unknown."""
+        return self.compiled.peak_bytes if self.compiled else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, ready for `json.dumps`."""
+        return {
+            "target": self.target,
+            "budget_bytes": self.budget_bytes,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "compiled_peak_bytes": self.compiled_peak_bytes,
+            "baseline_peak_bytes": self.baseline.peak_bytes if self.baseline else None,
+            "compiled_host_bytes": self.compiled.host_bytes if self.compiled else None,
+            "compiled_temp_bytes": temporaries(self.compiled) if self.compiled else None,
+            "baseline_temp_bytes": temporaries(self.baseline) if self.baseline else None,
+            "extra_flops_fraction": self.point.extra_flops_fraction if self.point else None,
+            "extra_seconds": self.point.extra_seconds if self.point else None,
+            "bound_extra_seconds": self.point.bound_extra_seconds if self.point else None,
+            "gap": self.point.gap if self.point else None,
+            "step_seconds": self.step_seconds,
+            "peak_phase": self.peak_phase,
+            "minimum_bytes": self.minimum_bytes,
+            "tried": self.tried,
+            "notes": list(self.notes),
+            "policy": repr(self.policy),
+        }
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Write the plan as a recipe, which `remat_kit.policy` reads back."""
+        text = _recipe.dumps(
+            _recipe.Recipe(
+                "plan",
+                repr(self.policy),
+                description=str(self).splitlines()[0],
+                origin=f"remat-kit plan, jax {jax.__version__}",
+            )
+        )
+        _files.write_whole(path, text)
+
+    def __str__(self) -> str:
+        peak = self.compiled_peak_bytes
+        before = self.baseline.peak_bytes if self.baseline else None
+        extra = self.point.extra_flops_fraction if self.point else 0.0
+        within = f" (budget {format_bytes(self.budget_bytes)})" if self.budget_bytes else ""
+        parts = [
+            f"{self.target}: {format_bytes(peak or self.predicted_peak_bytes)}{within}",
+            f"without a plan {format_bytes(before)}" if before else "",
+            f"+{100 * extra:.1f} % of the forward FLOPs",
+        ]
+        return ", ".join(filter(None, parts)) + "".join(f"\n{note}" for note in self.notes)
+
+    def explain(self) -> Table:
+        """Return what is saved, offloaded and recomputed, by module."""
+        rows = [
+            (
+                m.module or "(no module)",
+                format_bytes(m.saved_bytes) if m.saved_bytes else "",
+                format_bytes(m.offloaded_bytes) if m.offloaded_bytes else "",
+                f"{m.equations} operations, {m.recomputed_flops / 1e9:.3g} GFLOP"
+                if m.equations
+                else "",
+                _why(m),
+            )
+            for m in self.modules
+        ]
+        return Table(str(self), ("module", "saved", "offloaded", "recomputed", "why"), tuple(rows))
+
+
+def _why(m: ModulePlan) -> str:
+    if m.unknown:
+        names = ", ".join(m.unknown)
+        return f"cost unknown ({names}): " + (
+            "recomputed, because nothing else fits" if m.unknown_again else "saved"
+        )
+    if m.offloaded_bytes:
+        return "offloaded: the transfer costs less than recomputing it"
+    if not m.equations:
+        return "saved: recomputing it would cost more than storing it"
+    if m.saved_bytes:
+        return "partly saved: costly values are saved, and cheap ones are recomputed from them"
+    return "recomputed: recomputing it costs less than storing it"
+
+
+# -- choosing -------------------------------------------------------------------------------------
+
+
+def plans(
+    fn: Callable[..., Any],
+    *args: Any,
+    budgets: Sequence[str | int | float],
+    target: str | Target = "cpu",
+    argnums: Argnums = 0,
+    objective: str = "balanced",
+    offload: bool = False,
+    compiles: int = 5,
+    progress: Tick | None = None,
+) -> tuple[Plan | UserError, ...]:
+    """Return the plans for several budgets, which share the compiled programs.
+
+    Args:
+        fn, args, target, argnums, objective, offload, progress: as for `plan`.
+        budgets: budgets as for `plan`. If nothing fits a budget, the error takes the plan's place.
+        compiles: maximum number of programs to compile for each budget.
+    """
+    wanted = [parsed_budget(budget) for budget in budgets]
+    chip, tick = find_target(target), progress or _proposals.silent
+    front = search_frontier(fn, args, chip, argnums, objective, None, offload, tick, "plans")
+    search = Search(fn, args, argnums, chip, front, compiles, tick)
+
+    def predicted(budget: str | int | float) -> dict[int, int]:
+        try:
+            answer = search.run(budget)
+        except UserError:
+            return {}
+        return {answer.place: answer.predicted}
+
+    def answered(budget: str | int | float, tried: dict[int, int]) -> Plan | UserError:
+        try:
+            return _answered(search, search.answer(budget, tried))
+        except UserError as error:
+            return error
+
+    # A program that is compiled for a later budget may also be the best one for an earlier budget.
+    every = [predicted(budget) for budget in wanted]
+    return tuple(map(answered, wanted, every))
+
+
+def plan(
+    fn: Callable[..., Any],
+    *args: Any,
+    budget: str | int | float,
+    target: str | Target = "cpu",
+    argnums: Argnums = 0,
+    objective: str = "balanced",
+    optimizer: Any = None,
+    offload: bool = False,
+    compiles: int = 5,
+    progress: Tick | None = None,
+) -> Plan:
+    """Return the schedule of a loss that recomputes least within a budget, checked by compiling it.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import remat_kit
+    >>> def tower(weights, x):
+    ...     for w in weights:
+    ...         x = jnp.tanh(x @ w)
+    ...     return jnp.mean(x)
+    >>> weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 16
+    >>> x = jax.ShapeDtypeStruct((8192, 64), jnp.float32)
+    >>> found = plan(tower, weights, x, budget="min")
+    >>> found.compiled_peak_bytes <= found.baseline.peak_bytes
+    True
+    >>> lean = remat_kit.policy(found)(tower)
+
+    Args:
+        fn: the loss. It is called as ``fn(*args)`` and returns a scalar, or ``(scalar, aux)``.
+        args: pytrees of arrays or of `jax.ShapeDtypeStruct`.
+        budget: one of these: bytes on the device, arguments and results included (``"14GiB"``, an
+            integer); a share of the step's activation memory (0.5, ``"50%"``), that is, of its
+            temporaries without a plan; ``"min"``, the lowest peak with extra work of at most four
+            forward passes; ``"free"``, the lowest peak with at most 2 % extra time; ``"fit"``, the
+            memory of the chip.
+        target: the chip to compile for.
+        argnums: the positions of the arguments to differentiate.
+        objective: the extra work to minimize, as for `frontier`, but ``"balanced"`` by default.
+        optimizer: an ``optax.GradientTransformation``. With it, the planner compiles the whole
+            training step: gradients, the optimizer's state and the update, with parameters and
+            state donated. Budgets then count all of these.
+        offload: whether the iterations of scans may offload their saved arrays, as for `frontier`.
+            XLA has returned wrong gradients with such offloads on GPUs (openxla/xla#46231), so
+            compare a step's gradients before you train.
+        compiles: maximum number of programs to compile beside the one without a plan. If none of
+            them fits, three more are compiled, those with the lowest predicted peaks.
+        progress: called with a description of the current work. Ctrl-C ends the search with the
+            best plan so far.
+
+    Raises:
+        UserError: nothing fits. The error names the lowest peak that was reached, its phase, and
+            the largest arrays that are live then.
+        NotDifferentiableError: ``fn`` cannot be differentiated.
+        UnknownNameError: no chip or objective has that name.
+        MissingPluginError: the compiler for the target is not installed.
+    """
+    chip = find_target(target)
+    wanted = parsed_budget(budget)
+    check_reachable(wanted, args, argnums, optimizer)
+    tick = progress or _proposals.silent
+    front = search_frontier(fn, args, chip, argnums, objective, optimizer, offload, tick, "plan")
+    search = Search(fn, args, argnums, chip, front, compiles, tick, optimizer)
+    return _answered(search, search.run(wanted))
+
+
+def _answered(search: Search, answer: Answer) -> Plan:
+    graph, point = search.frontier.graph, search.points[answer.place]
+    policy = policy_of(graph, point.schedule)
+    least = min(range(len(search.points)), key=search.predicted)
+    memory = search.known[answer.place]
+    phase = search.phase(answer.place)
+    notes = []
+    if phase == _peak.UPDATE:
+        notes.append(
+            "the peak is in the update of the parameters, so recomputing more cannot lower it"
+        )
+    elif memory.peak_bytes is not None and point.cost.peak_bytes <= search.frontier.output_bytes:
+        notes.append("arguments and gradients alone make the peak, so no recompute can lower it")
+    if point.host_bytes > 2 * (memory.host_bytes or 0):
+        dropped = (
+            f"the compiler left arrays on the device that the plan offloads: only "
+            f"{format_bytes(memory.host_bytes or 0)} of {format_bytes(point.host_bytes)} are in "
+            "the host's memory"
+        )
+        notes.append(dropped)
+        _frames.warn(
+            f"`plan(..., offload=True, target={search.chip.name!r})`: {dropped}",
+            "plan without offload, or for another chip; the compiled peak counts these bytes on "
+            "the device",
+        )
+    modules = _by_module(graph, point.schedule)
+    if names := dict.fromkeys(name for m in modules for name in m.unknown):
+        again = any(m.unknown_again for m in modules)
+        what = "some of them are recomputed" if again else "none of them is recomputed"
+        notes.append(
+            f"the cost of these primitives is unknown: {', '.join(names)}. Each counts as much as "
+            f"all other operations together, and {what}"
+        )
+    step = search.frontier.forward_seconds + search.frontier.backward_seconds
+    return Plan(
+        program=policy.program,
+        lines=policy.lines,
+        target=search.chip.name,
+        budget_bytes=answer.limit,
+        predicted_peak_bytes=answer.predicted,
+        compiled=memory,
+        baseline=search.known[search.plain],
+        minimum_bytes=search.predicted(least),
+        point=point,
+        step_seconds=step + point.extra_seconds,
+        peak_phase=phase,
+        tried=len(search.known),
+        modules=modules,
+        notes=tuple(notes),
+    )
+
+
+def _by_module(graph: CostGraph, schedule: Sequence[Segment]) -> tuple[ModulePlan, ...]:
+    saved: dict[str, list[float]] = {}
+    unknown: dict[str, dict[str, None]] = {}
+    again: set[str] = set()
+
+    def row(module: str) -> list[float]:
+        return saved.setdefault(_paths.roll_up(module), [0, 0, 0.0, 0.0, 0])
+
+    def count(
+        graph: CostGraph,
+        segments: Sequence[Segment],
+        times: int,
+        carry: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        simulation = Simulation(graph, 1.0)
+        for e in graph.equations:
+            if e.unknown:
+                row(e.module)
+                unknown.setdefault(_paths.roll_up(e.module), {}).update(dict.fromkeys(e.unknown))
+        for segment, held in zip(segments, simulation.held(segments), strict=True):
+            for t in held:
+                tensor = graph.tensors[t]
+                if tensor.producer >= segment.start:
+                    place = 1 if t in segment.offload else 0
+                    row(graph.equations[tensor.producer].module)[place] += times * tensor.bytes
+            for t, size in carry:
+                if t in segment.offload:
+                    row(graph.equations[segment.start].module)[1] += times * size
+            for part in (segment, *segment.inside):
+                for i in simulation.demand(part).again:
+                    e = graph.equations[i]
+                    if e.unknown:
+                        again.add(_paths.roll_up(e.module))
+                    if e.seconds or e.flops:
+                        found = row(e.module)
+                        found[2] += times * e.flops
+                        found[3] += times * e.seconds
+                        found[4] += times
+            for equation, loop_plan in segment.loops:
+                loop = graph.equations[equation].loop
+                assert loop is not None
+                for rounds, _, body in loop_plan.parts:
+                    count(loop.graph, body, times * rounds, loop.carry)
+
+    count(graph, schedule, 1)
+    rows = [
+        ModulePlan(m, int(a), int(b), c, d, int(n), tuple(unknown.get(m, ())), m in again)
+        for m, (a, b, c, d, n) in saved.items()
+    ]
+    return tuple(sorted(rows, key=lambda m: -(m.saved_bytes + m.offloaded_bytes)))

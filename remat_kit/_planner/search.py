@@ -1,0 +1,433 @@
+"""Which schedule of the frontier fits a budget once the compiler has compiled it?
+
+The model predicts the peak of each schedule, but only the compiler knows it. `Search` repeats three
+steps: it chooses the schedule that should be the best for the budget, compiles it, and corrects the
+predictions of the other schedules by the compiled peaks. It keeps every compiled program, so
+searches for several budgets share them.
+
+Example: the model predicts 30, 40 and 50 MiB for three schedules, and the first and the last
+compile to 33 and 49 MiB. The prediction for the second is interpolated: 41 MiB. If a fourth
+schedule is predicted at 20 MiB, below all compiled ones, it is shifted by the error of the nearest
+one, 3 MiB, to 23 MiB:
+
+    predicted by the model    20 MiB   30 MiB   40 MiB   50 MiB
+    compiled                           33 MiB            49 MiB
+    corrected prediction      23 MiB   33 MiB   41 MiB   49 MiB
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from remat_kit._apply.decorate import policy as apply
+from remat_kit._chip.compile import compile_program
+from remat_kit._chip.memory import Memory
+from remat_kit._chip.target import Target
+from remat_kit._compiled import hlo as _hlo
+from remat_kit._compiled import peak as _peak
+from remat_kit._errors import PolicyError, UserError
+from remat_kit._planner.frontier import Frontier, Tick, held_arrays, policy_of
+from remat_kit._planner.point import Point
+from remat_kit._program import ops as _ops
+from remat_kit._program import step as _step
+from remat_kit._program.gradient import Argnums, abstract
+from remat_kit._units import format_apart, format_bytes, parse_bytes
+
+# Share of the step's time that the recompute for the budget "free" may take.
+_FREE_SHARE = 0.02
+
+
+# Maximum extra work for the budget "min", in forward passes. Schedules with even more recompute
+# save only a few bytes more, and compiling them takes many times longer.
+_MOST_PASSES = 4
+
+
+# Number of programs to compile beyond ``compiles`` before an error says that nothing fits. The
+# lowest predicted peaks are within a few percent of each other, so any of these programs may be the
+# one with the lowest compiled peak.
+_BEYOND = 3
+
+
+# Two peaks count as equal if they differ by at most this share of the temporaries.
+_EQUAL = 0.01
+
+
+_FORMS = (
+    'give bytes on the device ("14GiB", "512MiB", an integer), a share of the step\'s activations '
+    'from 0 to 1 (0.5, "50%"), "min" (the least), "free" (the least at no more than 2 % extra '
+    'time) or "fit" (what the chip has)'
+)
+
+
+_WORDS = ("min", "free", "fit")
+
+
+_LONGEST = 64  # maximum number of characters of a budget given as text
+
+
+def parsed_budget(budget: Any, where: str | None = None) -> str | int | float:
+    """Return a budget as a word, as a share of the activations (float) or as bytes (int).
+
+    >>> parsed_budget("50%"), parsed_budget("2KiB"), parsed_budget(0.25), parsed_budget("fit")
+    (0.5, 2048, 0.25, 'fit')
+
+    Args:
+        budget: the budget as the user gave it.
+        where: the call that an error quotes; by default ``plan(..., budget=...)``.
+
+    Raises:
+        UserError: the budget is none of these.
+    """
+    if isinstance(budget, str) and budget.strip() in _WORDS:
+        return budget.strip()
+    amount = _amount(budget.strip()) if isinstance(budget, str) else budget
+    if isinstance(amount, numbers.Integral) and not isinstance(amount, bool) and int(amount) > 0:
+        return int(amount)
+    if isinstance(amount, numbers.Real) and not isinstance(amount, numbers.Integral):
+        share = float(amount)
+        if 0 < share <= 1:
+            return share
+        if share > 1 and share.is_integer():
+            return int(share)
+    shown = repr(budget) if len(repr(budget)) <= _LONGEST else f"a {type(budget).__name__}"
+    where = where or f"plan(..., budget={shown})"
+    raise UserError(f"`{where}`: {_fault(amount)}", hint=_FORMS)
+
+
+def _amount(text: str) -> int | float | None:
+    """Return the share or the bytes that a text gives, or None if it gives neither."""
+    if len(text) > _LONGEST:
+        return None
+    try:
+        if text.endswith("%"):
+            share = float(text[:-1]) / 100
+            return share if share <= 1 else None
+        return float(text) if "." in text or float(text) <= 1 else int(float(text))
+    except (ValueError, OverflowError):
+        pass
+    try:
+        return parse_bytes(text)
+    except (PolicyError, OverflowError):
+        return None
+
+
+def _fault(found: Any) -> str:
+    if isinstance(found, numbers.Real) and not isinstance(found, bool) and float(found) > 1:
+        return "this is neither a share of at most 1 nor a whole number of bytes"
+    return "this is not an amount of memory"
+
+
+def check_reachable(
+    budget: str | int | float,
+    args: Sequence[Any],
+    argnums: Argnums,
+    optimizer: Any,
+    call: str = "plan",
+) -> None:
+    """Raise `UserError` if a budget in bytes is too small for any schedule, without tracing.
+
+    Every program needs memory for the arguments that are differentiated, or for their gradients,
+    and for the optimizer's state.
+    """
+    if not isinstance(budget, int):
+        return
+    structs = abstract(args, call=call)
+    chosen = [argnums] if isinstance(argnums, int) else list(argnums or ())
+    kept: list[Any] = [structs[i] for i in chosen if -len(structs) <= i < len(structs)]
+    what = "arguments"
+    if optimizer is not None:
+        kept.append(_step.state_of(optimizer, args, argnums, call))
+        what = "parameters and the optimizer's state"
+    least = sum(_ops.nbytes(leaf) for leaf in jax.tree.leaves(kept))
+    if budget < least:
+        given, needed = format_apart(budget, least)
+        raise UserError(
+            f"`{call}(..., budget={given!r})`: the {what} alone take {needed}",
+            hint=f"recomputing cannot reduce these; {_FORMS}",
+        )
+
+
+def temporaries(memory: Memory) -> int | None:
+    """Return the bytes of a program's temporaries.
+
+    If the compiler refuses the program because the chip has too little memory, the function takes
+    the bytes that the compiler says the program needs, less its arguments and results.
+    """
+    if memory.temp_bytes is not None or memory.needs_bytes is None:
+        return memory.temp_bytes
+    return max(0, memory.needs_bytes - memory.argument_bytes - memory.output_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The point that a search chose.
+
+    Attributes:
+        place: the index of the point in ``Search.points``.
+        limit: the budget in bytes, or None for "min" and "free".
+        predicted: the predicted peak of the point before it was compiled, in bytes.
+    """
+
+    place: int
+    limit: int | None
+    predicted: int
+
+
+@dataclasses.dataclass
+class Search:
+    """Searches the points of a frontier for budgets, and compiles a few of them.
+
+    Attributes:
+        fn, args, argnums: the loss, its arguments, and the positions of those to differentiate.
+        chip: the chip to compile for.
+        frontier: the frontier whose points may be chosen; the program without a plan is one too.
+        compiles: maximum number of programs to compile for each budget.
+        tick: called with a description of the program that is compiled next.
+        optimizer: the optimizer of the whole training step, or None to compile the gradients alone.
+        allowed: returns whether ``"free"`` may choose a point; if None, it may choose points with
+            at most 2 % extra time.
+        known: the memory of each compiled program, by the index of its point.
+        texts: the text of each compiled program, by the index of its point.
+    """
+
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    argnums: Argnums
+    chip: Target
+    frontier: Frontier
+    compiles: int
+    tick: Tick
+    optimizer: Any = None
+    allowed: Callable[[Point], bool] | None = None
+    known: dict[int, Memory] = dataclasses.field(default_factory=dict)
+    texts: dict[int, str | None] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        front = self.frontier
+        self.points = (*front.points, *front.leaner, front.plain)
+        self.plain = len(self.points) - 1
+        self.leaner = range(len(front.points), self.plain)
+
+    def run(self, budget: str | int | float) -> Answer:
+        """Compile points for a budget, and return the best compiled one.
+
+        Args:
+            budget: the budget, as `parsed_budget` returns it.
+
+        Raises:
+            UserError: none of the compiled programs fits.
+        """
+        self.compile(self.plain)
+        limit = self.limit(budget)
+        tried: dict[int, int] = {}  # the predicted peak of each point before it was compiled
+        try:
+            for left in range(self.compiles, 0, -1):
+                choice = self.choice(budget, limit)
+                if left == 1 and not self.fitting(limit):
+                    # If nothing fits yet, the last compile goes to the lowest predicted peak,
+                    # which is the most likely to fit.
+                    choice = self.leanest()
+                if choice is None or choice in self.known:
+                    break
+                tried[choice] = self.predicted(choice)
+                self.compile(choice)
+            for _ in range(_BEYOND):
+                choice = self.leanest()
+                if choice is None or self.fitting(limit):
+                    break
+                tried[choice] = self.predicted(choice)
+                self.compile(choice)
+        except KeyboardInterrupt:
+            if not self.fitting(limit):
+                raise
+        return self.answer(budget, tried)
+
+    def leanest(self) -> int | None:
+        """Return the point with the lowest predicted peak of those not compiled, or None."""
+        new = [p for p in range(len(self.points)) if p not in self.known]
+        return min(new, key=self.smallest, default=None)
+
+    def answer(self, budget: str | int | float, tried: Mapping[int, int]) -> Answer:
+        """Return the best of all programs compiled so far, for this and for other budgets.
+
+        Args:
+            budget: the budget, as `parsed_budget` returns it.
+            tried: the predicted peaks of some points before they were compiled.
+
+        Raises:
+            UserError: none of the compiled programs fits.
+        """
+        limit = self.limit(budget)
+        best = self.best(budget, limit)
+        return Answer(best, limit, tried.get(best, self.predicted(best)))
+
+    def limit(self, budget: str | int | float) -> int | None:
+        """Return the budget in bytes, or None for "min" and "free"."""
+        base = self.known[self.plain]
+        if budget == "fit":
+            return base.memory_bytes
+        if isinstance(budget, str):
+            return None
+        if isinstance(budget, int):
+            least = base.argument_bytes
+            if budget < least:
+                given, needed = format_apart(budget, least)
+                raise UserError(
+                    f"`plan(..., budget={given!r})`: the arguments alone take {needed}",
+                    hint="use smaller parameters or inputs, or more devices; recomputing cannot "
+                    "reduce the arguments",
+                )
+            return budget
+        return self.fixed() + int(budget * (temporaries(base) or 0))
+
+    def fixed(self) -> int:
+        base = self.known[self.plain]
+        return base.argument_bytes + base.output_bytes - (base.alias_bytes or 0)
+
+    def compile(self, place: int) -> None:
+        if place in self.known:
+            return
+        point = self.points[place]
+        fn = self.fn
+        if place != self.plain:
+            fn = apply(policy_of(self.frontier.graph, point.schedule))(fn)
+        share = f"+{100 * point.extra_flops_fraction:.1f} % FLOPs"
+        self.tick(f"compiling for {self.chip.name}: {share}{self.so_far()}")
+        compiled = compile_program(
+            fn, self.args, self.chip, argnums=self.argnums, optimizer=self.optimizer, call="plan"
+        )
+        self.known[place], self.texts[place] = compiled.memory, compiled.hlo_text
+
+    def so_far(self) -> str:
+        peaks = [m.peak_bytes for m in self.known.values() if m.peak_bytes]
+        return f" (best so far {format_bytes(min(peaks))})" if peaks else ""
+
+    # .. predictions, corrected by the compiled peaks
+
+    def measured(self, place: int) -> int | None:
+        memory = self.known[place]
+        return memory.peak_bytes if memory.peak_bytes is not None else memory.needs_bytes
+
+    def predicted(self, place: int) -> int:
+        """Return the predicted peak of a point, corrected by the peaks of compiled points.
+
+        Between two compiled points, the function interpolates their peaks linearly. Beyond all
+        compiled points, it adds the error of the nearest one. If at most one program is compiled,
+        usually the one without regions, the model's own prediction is returned: the error for a
+        program without regions says little about programs with regions.
+        """
+        if place in self.known and self.measured(place):
+            return self.measured(place) or 0
+        own = self.points[place].predicted_peak_bytes
+        if place in self.leaner:
+            return self.predicted_leaner(place)
+        pairs = sorted(
+            (self.points[p].predicted_peak_bytes, self.measured(p) or 0)
+            for p in self.known
+            if self.measured(p)
+        )
+        if len(pairs) < 2:
+            return own
+        below = [pair for pair in pairs if pair[0] <= own]
+        above = [pair for pair in pairs if pair[0] > own]
+        if below and above:
+            (x0, y0), (x1, y1) = below[-1], above[0]
+            return round(y0 + (y1 - y0) * (own - x0) / max(x1 - x0, 1))
+        x, y = (below or above)[-1 if below else 0]
+        return max(self.fixed(), y + own - x)
+
+    def predicted_leaner(self, place: int) -> int:
+        """Return the predicted peak of a leaner point, which saves less than the first point.
+
+        If the first point was compiled, the peak is its compiled peak less the difference in saved
+        bytes, but at least the model's own prediction for the leaner point. If it was not, the peak
+        is above the first point's, so that the first point is compiled before.
+        """
+        own, first = self.points[place], self.points[0]
+        if 0 not in self.known or not self.measured(0):
+            return max(own.predicted_peak_bytes, self.predicted(0) + 1)
+        least = max(own.predicted_peak_bytes, self.fixed())
+        return max(least, self.predicted(0) - (first.saved_bytes - own.saved_bytes))
+
+    def choice(self, budget: str | int | float, limit: int | None) -> int | None:
+        """Return the point to compile next, or None if no other point is promising."""
+        points = self.points
+        if budget == "min":
+            most = _MOST_PASSES * self.frontier.forward_seconds
+            new = [
+                p
+                for p, point in enumerate(points)
+                if p not in self.known and point.extra_work <= most
+            ]
+            if not new:
+                return None
+            best = min(new, key=self.smallest)
+            least = min(self.measured(p) or 2**62 for p in self.known)
+            small = self.predicted(best) < least or len(self.known) < 3
+            return best if small else None
+        if budget == "free":
+            allowed = self.free()
+            return min(allowed, key=self.smallest)
+        assert limit is not None
+        fitting = [p for p in range(len(points)) if self.predicted(p) <= limit]
+        if fitting:
+            return min(fitting, key=lambda p: points[p].extra_work)
+        new = [p for p in range(len(points)) if p not in self.known]
+        return min(new, key=self.smallest) if new else None
+
+    def smallest(self, place: int) -> tuple[int, float]:
+        """Return a sort key: the predicted peak memory first, then the extra work."""
+        return self.predicted(place), self.points[place].extra_work
+
+    def free(self) -> list[int]:
+        return [p for p, point in enumerate(self.points) if (self.allowed or self.cheap)(point)]
+
+    def cheap(self, point: Point) -> bool:
+        step = self.frontier.forward_seconds + self.frontier.backward_seconds
+        return point.extra_seconds <= _FREE_SHARE * step
+
+    def fitting(self, limit: int | None) -> list[int]:
+        sizes = {p: self.measured(p) for p in self.known}
+        return [p for p, size in sizes.items() if size and (limit is None or size <= limit)]
+
+    def best(self, budget: str | int | float, limit: int | None) -> int:
+        fitting = self.fitting(limit)
+        points = self.points
+        if budget == "free":
+            fitting = [p for p in fitting if p in self.free()]
+        if limit is None and fitting:
+            least = min(self.measured(p) or 0 for p in fitting)
+            enough = least + _EQUAL * (least - self.fixed())
+            fitting = [p for p in fitting if (self.measured(p) or 0) <= enough]
+        if fitting:
+            return min(fitting, key=lambda p: (points[p].extra_work, self.measured(p)))
+        raise self.nothing_fits(limit or 0)
+
+    def nothing_fits(self, limit: int) -> UserError:
+        least = min(self.known, key=lambda p: self.measured(p) or 2**62)
+        size = self.measured(least) or 0
+        point = self.points[least]
+        start, stop = point.cost.peak_segment
+        holding = "; ".join(held_arrays(self.frontier.graph, start, stop))
+        place = self.frontier.graph.equations[min(start, self.frontier.equations - 1)].module
+        given, reached = format_apart(limit, size)
+        return UserError(
+            f"`plan(..., budget={given!r})`: no schedule that was compiled fits. The least memory "
+            f"that was reached is {reached}, of which {format_bytes(self.fixed())} are arguments "
+            f"and results; its peak is in the {point.cost.peak_kind} pass at "
+            f"{place or 'the top level'}, where these are the largest arrays: {holding}",
+            hint="use a smaller batch or a chip with more memory; budget='min' returns the plan "
+            "with the least memory",
+        )
+
+    def phase(self, place: int) -> str:
+        """Return the phase of the compiled peak, or "" if the compiler returned no program."""
+        text = self.texts.get(place)
+        if text is None:
+            return ""
+        return _peak.anatomy(_hlo.parse(text), platform=self.chip.platform).peak.phase

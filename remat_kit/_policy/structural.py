@@ -1,0 +1,239 @@
+"""Policies that say where checkpoint regions begin and end, beside what is kept inside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from remat_kit._errors import PolicyError
+from remat_kit._policy.algebra import Decision, Policy, Rule, _Leaf, read
+from remat_kit._policy.selectors import checked_patterns, nothing
+from remat_kit._program.value import Value
+from remat_kit._units import shortened
+
+_MAX_COUNT = 10**9
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Structural(Policy):
+    """A policy that also says where checkpoint regions begin and end.
+
+    Attributes:
+      keep: the policy for the values inside a region; ``decide``, ``matches``, ``rule`` and
+        ``destination`` are its own. Structural policies do not combine with others.
+    """
+
+    keep: Policy = dataclasses.field(default=Rule(Decision.SAVE, nothing), kw_only=True)
+    places_regions: ClassVar[bool] = True
+    _head: ClassVar[str] = ""
+
+    def matches(self, value: Value) -> bool:
+        return self.keep.matches(value)
+
+    def deciding(self, value: Value) -> _Leaf:
+        return self.keep.deciding(value)
+
+    def rules(self) -> Iterator[_Leaf]:
+        return self.keep.rules()
+
+    def _shown(self, name: str, *args: Any) -> str:
+        shown = [repr(a) for a in args]
+        if self.keep != Rule(Decision.SAVE, nothing):
+            shown.append(f"keep={self.keep!r}")
+        return f"{name}({', '.join(shown)})"
+
+
+def _kept(call: str, keep: Any) -> Policy:
+    policy = read(keep, call=call)
+    if policy is None or policy.places_regions:
+        raise PolicyError(
+            f"`{call[:-1]}, keep={keep!r})`: a policy for the values inside a region is wanted",
+            hint="for example `keep=save(dots)`; the default keeps nothing",
+        )
+    return policy
+
+
+def _count(call: str, n: Any) -> int:
+    if isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= _MAX_COUNT:
+        return n
+    raise PolicyError(
+        f"`{call}`: {shortened(n)} is not a count",
+        hint=f"give an integer of one or more, and at most {_MAX_COUNT}",
+    )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Uniform(Structural):
+    """See `uniform`."""
+
+    n: int
+    _head = "uniform(n"
+
+    def __repr__(self) -> str:
+        return self._shown("uniform", self.n)
+
+
+def uniform(n: int, keep: Any = nothing) -> Uniform:
+    """Make one region of every ``n`` consecutive blocks.
+
+    The blocks are the modules that ``at=`` matches, in the order in which they run; the last region
+    may be shorter. Follows Megatron-LM's ``--recompute-method uniform --recompute-num-layers n``.
+
+    >>> from remat_kit import dots
+    >>> uniform(2, keep=dots)
+    uniform(2, keep=save(dots))
+
+    Args:
+      n: blocks per region.
+      keep: what is saved inside a region, by default nothing.
+
+    Raises:
+      PolicyError: ``n`` is not a positive int, or ``keep`` is not a policy for values.
+    """
+    call = f"uniform({shortened(n)})"
+    return Uniform(_count(call, n), keep=_kept(call, keep))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Block(Structural):
+    """See `block`."""
+
+    n: int
+    _head = "block(n"
+
+    def __repr__(self) -> str:
+        return self._shown("block", self.n)
+
+
+def block(n: int, keep: Any = nothing) -> Block:
+    """Make a region of each of the first ``n`` blocks, and leave the other blocks alone.
+
+    The blocks are the modules that ``at=`` matches, in the order in which they run. Follows
+    Megatron-LM's ``--recompute-method block --recompute-num-layers n``.
+
+    >>> block(4)
+    block(4)
+
+    Args:
+      n: blocks that become regions.
+      keep: what is saved inside a region, by default nothing.
+
+    Raises:
+      PolicyError: ``n`` is not a positive int, or ``keep`` is not a policy for values.
+    """
+    call = f"block({shortened(n)})"
+    return Block(_count(call, n), keep=_kept(call, keep))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Segments(Structural):
+    """See `segments`."""
+
+    names: tuple[str, ...]
+    _head = "segments(*names"
+
+    def __repr__(self) -> str:
+        return self._shown("segments", *self.names)
+
+
+def segments(*names: str, keep: Any = nothing) -> Segments:
+    """Cut a function at these checkpoint names and make a region of each part.
+
+    Between two cuts only the named values are saved; the part after the last cut does not become
+    a region. Follows Paddle's ``RecomputeOptimizer._set_checkpoints``.
+
+    >>> segments("block_1", "block_2")
+    segments('block_1', 'block_2')
+
+    Args:
+      *names: checkpoint names, in the order in which the function makes them.
+      keep: what is saved inside a region, by default nothing.
+
+    Raises:
+      PolicyError: no name, a name given twice, or ``keep`` is not a policy for values.
+    """
+    checked_patterns("segments", names)
+    call = f"segments({', '.join(map(repr, names))})"
+    if len(set(names)) < len(names):
+        raise PolicyError(f"`{call}`: a name is given twice", hint="each cut has its own name")
+    return Segments(names, keep=_kept(call, keep))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Nested(Structural):
+    """See `nested`."""
+
+    group: int | None = None
+    _head = "nested(group"
+
+    def __repr__(self) -> str:
+        return self._shown("nested", *(() if self.group is None else (self.group,)))
+
+
+def nested(group: int | None = None, keep: Any = nothing) -> Nested:
+    """Turn a scan over L layers into a scan over groups of layers, each group a region.
+
+    Only the carries between groups stay live for the whole backward pass: about 2·√L of
+    them at the peak instead of L (Chen et al. 2016, "Training Deep Nets with Sublinear Memory
+    Cost"; Haliax's ``ScanCheckpointPolicy(nested=...)``).
+
+    >>> from remat_kit import dots
+    >>> nested(), nested(4, keep=dots)
+    (nested(), nested(4, keep=save(dots)))
+
+    Args:
+      group: layers per group; None takes about √L.
+      keep: what is saved inside a layer, by default nothing.
+
+    Raises:
+      PolicyError: ``group`` is not a positive int or None, or ``keep`` is not a policy for values.
+    """
+    call = f"nested({shortened(group)})"
+    return Nested(None if group is None else _count(call, group), keep=_kept(call, keep))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Planned(Structural):
+    """See `planned`."""
+
+    program: str
+    lines: tuple[str, ...]
+    strict: bool = True
+    _head = "planned(program"
+
+    def __repr__(self) -> str:
+        lines = ", ".join(map(repr, (self.program, *self.lines)))
+        return f"planned({lines}{'' if self.strict else ', strict=False'})"
+
+    @property
+    def title(self) -> str:
+        """What reports call it: its text has a line for each block of a model."""
+        return f"plan {hashlib.sha256(repr(self).encode()).hexdigest()[:6]}"
+
+
+def planned(program: str, *lines: str, strict: bool = True) -> Planned:
+    """Run one program with the regions of a plan; `remat_kit.plan` writes such a policy.
+
+    >>> planned("joined=1f shapes=2e sin=2", "0:1 plain", "1:2 save 1.0")
+    planned('joined=1f shapes=2e sin=2', '0:1 plain', '1:2 save 1.0')
+
+    Args:
+      program: a short description of the program that the plan was made for. Applying the plan to
+        another program is an error.
+      lines: the segments of the program, in order, with what is saved in each. Blocks that are
+        treated alike share a line.
+      strict: whether other shapes are an error too.
+
+    Raises:
+      PolicyError: a line that is not a text. What the lines say is checked against the program
+        when the plan is applied to it.
+    """
+    for text in (program, *lines):
+        if not isinstance(text, str):
+            raise PolicyError(
+                f"`planned(...)`: {shortened(text)} is not a text",
+                hint="leave a plan as `plan.save` or `remat-kit plan --save` wrote it",
+            )
+    return Planned(program=program, lines=lines, strict=bool(strict))

@@ -1,0 +1,393 @@
+"""The gradient program of a loss: what is compiled, inspected and planned.
+
+Every check that a function can be differentiated is made here, once, before anything is traced
+for real, so that each caller reports the same error for the same mistake.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from remat_kit import _jax
+from remat_kit._errors import NotDifferentiableError, UserError
+from remat_kit._frameworks import flax as _flax
+from remat_kit._program import taken as _taken
+from remat_kit._program.flow import BACKWARD, Flow, NumberedValue, Numbering, Op
+
+Argnums = int | Sequence[int] | None
+
+
+def gradient_program(
+    fn: Callable[..., Any], args: Sequence[Any], argnums: Argnums = 0, *, call: str = "measure"
+) -> Callable[..., Any]:
+    """Return ``jax.value_and_grad(fn, argnums)``, or ``fn`` itself when ``argnums`` is None.
+
+    A loss that returns ``(scalar, aux)`` is recognised.
+
+    >>> loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+    >>> w, x = jnp.ones((3, 2)), jnp.ones((4, 3))
+    >>> value, gradient = gradient_program(loss, (w, x))(w, x)
+    >>> gradient.shape
+    (3, 2)
+
+    Args:
+        fn: called as ``fn(*args)``; its result is a real scalar, or a pair of one and anything.
+        args: arrays or `jax.ShapeDtypeStruct`, in pytrees.
+        argnums: the arguments to differentiate; None when ``fn`` is a whole step already.
+        call: the public function that the errors should name.
+
+    Raises:
+        NotDifferentiableError: the result is not a real scalar, or an argument that is to be
+            differentiated holds something other than floating-point values.
+        UserError: an argument is no array, ``argnums`` names none, or something is split over
+            several devices.
+    """
+    structs = abstract(args, call=call)
+    if argnums is None:
+        return fn
+    _check_inputs(structs, argnums, call)
+    with _taken.differentiated_later():
+        closed, result = jax.make_jaxpr(fn, return_shape=True)(*structs)
+    check_program(closed, call)
+    has_aux = check_loss(closed, structs, result, argnums, call)
+    return jax.value_and_grad(fn, argnums, has_aux=has_aux)
+
+
+def abstract(args: Sequence[Any], *, call: str = "measure") -> tuple[Any, ...]:
+    """Return the arguments as `jax.ShapeDtypeStruct`, placed on no particular device.
+
+    Raises:
+        UserError: a leaf is no array, or one is split over several devices: nothing here is
+            partitioned, so the figures would be those of another program.
+
+    >>> abstract((np.ones((2, 3), np.float32), {"n": 1.0}))
+    (ShapeDtypeStruct(shape=(2, 3), dtype=float32), {'n': ShapeDtypeStruct(shape=(), dtype=float32, weak_type=True)})
+    """  # noqa: E501
+    check_on_one_device(args, call)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(tuple(args))
+    return tree.unflatten(_struct(path, leaf, call) for path, leaf in leaves)
+
+
+def check_on_one_device(args: Any, call: str) -> None:
+    """Raise `UserError` where an argument is split over several devices, or a mesh of them is set.
+
+    An array of which each device holds a copy of its own is like one on a single device.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(args)):
+        devices = _jax.partitions_of(getattr(leaf, "sharding", None))
+        if devices > 1:
+            raise _partitioned(f"{_name(path)} is partitioned", devices, call)
+    if (devices := _jax.context_devices()) > 1:
+        raise _partitioned("`jax.set_mesh` partitions the program", devices, call)
+
+
+def check_program(closed: Any, call: str) -> None:
+    """Raise `UserError` where a traced function names a mesh or a sharding of several devices."""
+    if (devices := _jax.devices_within(closed)) > 1:
+        raise _partitioned("the function is partitioned", devices, call)
+
+
+def _partitioned(what: str, devices: int, call: str) -> UserError:
+    return UserError(
+        f"`{call}`: {what} over {devices} devices, and all figures here are those of a program "
+        "for one",
+        hint="give what one device runs: its part of the batch and of the parameters as "
+        "`jax.ShapeDtypeStruct` without a sharding, and the function without mesh and shardings",
+    )
+
+
+def _struct(path: Any, leaf: Any, call: str) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        aval, weak_type = leaf, leaf.weak_type
+    else:
+        try:
+            aval = jax.typeof(leaf)
+        except TypeError as error:
+            raise UserError(
+                f"`{call}(fn, *args)`: {_name(path)} is {_shown(leaf)}, not an array",
+                hint="give arrays, numbers, `jax.ShapeDtypeStruct` or pytrees of them, and close "
+                "over everything else: `lambda params: fn(params, config)`",
+            ) from error
+        weak_type = bool(getattr(aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, weak_type=weak_type, sharding=_host_sharding(leaf)
+    )
+
+
+def _host_sharding(leaf: Any) -> jax.sharding.Sharding | None:
+    """Keep where a value lives if that is the host's memory; the device is the target's."""
+    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    if kind not in ("pinned_host", "unpinned_host"):
+        return None
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+
+
+def _check_inputs(structs: tuple[Any, ...], argnums: int | Sequence[int], call: str) -> None:
+    positions = [argnums] if isinstance(argnums, int) else list(argnums)
+    if not positions:
+        raise UserError(
+            f"`{call}(fn, ..., argnums={argnums!r})`: no argument to differentiate",
+            hint="name one, or give argnums=None for a function that is a whole step",
+        )
+    for position in positions:
+        if not -len(structs) <= position < len(structs):
+            raise UserError(
+                f"`{call}(fn, *args, argnums={argnums!r})`: there is no argument {position}; "
+                f"{len(structs)} came",
+                hint=f"positions run from 0 to {len(structs) - 1}"
+                if structs
+                else "give the arguments of the function after it",
+            )
+        _check_argument(position % len(structs), structs[position], call)
+
+
+def _check_argument(position: int, struct: Any, call: str) -> None:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(struct)
+    if not leaves:
+        raise NotDifferentiableError(
+            f"`{call}`: argument {position} of the function holds no arrays, so it has no gradient",
+            hint="name the argument that holds the parameters with argnums=",
+        )
+    for path, leaf in leaves:
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            continue
+        where = f"args[{position}]{jax.tree_util.keystr(path)}"
+        raise NotDifferentiableError(
+            f"`{call}`: {where} is {leaf.dtype}{list(leaf.shape)}; only floating-point values have "
+            "a gradient here",
+            hint="name the argument that holds the parameters with argnums=, and pass integers "
+            "(labels, steps, keys) as another argument",
+        )
+
+
+def _check_result(result: Any, call: str) -> bool:
+    has_aux = isinstance(result, tuple) and len(result) == 2 and _is_scalar(result[0])
+    value: Any = result[0] if has_aux else result
+    if not _is_scalar(value):
+        raise NotDifferentiableError(
+            f"`{call}`: the function returns {_described(value)}; a loss is one scalar, or "
+            "`(scalar, aux)`",
+            hint="reduce it with jnp.mean or jnp.sum, or give argnums=None for a function that "
+            "is a whole step",
+        )
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise NotDifferentiableError(
+            f"`{call}`: the function returns a scalar of {value.dtype}, which has no gradient",
+            hint="return a real floating-point scalar",
+        )
+    return has_aux
+
+
+def check_loss(
+    closed: Any, structs: Sequence[Any], result: Any, argnums: int | Sequence[int], call: str
+) -> bool:
+    """Raise for a traced function that is no loss; tell whether its result is ``(scalar, aux)``.
+
+    A step that returns ``(loss, parameters)`` or ``(loss, gradients)`` has that form too. But the
+    loss in it does not depend on the gradient that it takes, and the rest holds an update, or a
+    gradient of what ``argnums`` names.
+
+    Args:
+        closed: the jaxpr of the function.
+        structs: its arguments.
+        result: its result, in shapes.
+        argnums: what is to be differentiated.
+        call: the public function that the error should name.
+    """
+    has_aux = _check_result(result, call)
+    found = _taken.taken(closed) if has_aux else None
+    if found is None or _taken.is_loss(found, result):
+        return has_aux
+    chosen = [structs[p] for p in ([argnums] if isinstance(argnums, int) else argnums)]
+    if any(found.updated) or _taken.returns_gradient_of(found, result, chosen):
+        raise NotDifferentiableError(
+            f"`{call}`: the function takes a gradient itself and returns it or an update beside "
+            "the loss, so it is a whole step; its own gradient is of no use",
+            hint="give the loss that it differentiates, or argnums=None where the step itself is "
+            "to be measured",
+        )
+    return has_aux
+
+
+def _is_scalar(value: Any) -> bool:
+    return getattr(value, "shape", None) == () and hasattr(value, "dtype")
+
+
+def _described(value: Any) -> str:
+    if value is None:
+        return "None"
+    if hasattr(value, "shape"):
+        return f"{value.dtype}{list(value.shape)}"
+    return f"{type(value).__name__} of {len(jax.tree.leaves(value))} arrays"
+
+
+def _name(path: Any) -> str:
+    return "args" + jax.tree_util.keystr(path)
+
+
+def _shown(leaf: Any) -> str:
+    text = repr(leaf)
+    return text if len(text) <= 60 else f"a {type(leaf).__name__}"
+
+
+def materialise(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the arguments with every `jax.ShapeDtypeStruct` replaced by zeros.
+
+    >>> materialise((jax.ShapeDtypeStruct((2,), jnp.float32),))
+    (Array([0., 0.], dtype=float32),)
+    """
+    return tuple(jax.tree.map(materialised, arg) for arg in args)
+
+
+def materialised(leaf: Any) -> Any:
+    """Return zeros in the place of a `jax.ShapeDtypeStruct`, and anything else as it is."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        keys = [jax.random.key(0)] * int(np.prod(leaf.shape))
+        return jnp.stack(keys).reshape(leaf.shape) if leaf.shape else keys[0]
+    return jnp.zeros(leaf.shape, leaf.dtype)
+
+
+# -- the gradient of a loss -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gradient:
+    """A loss and its derivative: the loss alone, then forward and backward, all numbered alike.
+
+    Attributes:
+        flow: the operations, forward then backward.
+        outputs: the results of the loss.
+        residuals: an operation of kind "residual" for each array that the forward pass hands to
+            the backward pass, which reads the value; and the array's aval.
+        gradients: the results of the backward pass.
+        live: the operations that a result or a gradient needs.
+        needed: the operations that a gradient needs.
+        primal: the operations of the loss alone, with its checkpoint regions.
+        primal_live: those of them that the result needs.
+        names: of the arguments, in order.
+    """
+
+    flow: Flow
+    outputs: list[NumberedValue]
+    residuals: list[tuple[Op, Any]]
+    gradients: list[NumberedValue]
+    live: set[Op]
+    needed: set[Op]
+    primal: Flow
+    primal_live: set[Op]
+    names: tuple[str, ...]
+
+    def ops(self) -> Iterator[Op]:
+        """Yield the live equations, in order."""
+        return (op for op in self.flow.ops if op.kind == "equation" and op in self.live)
+
+
+def trace_gradient(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    argnums: int | Sequence[int] | None = 0,
+    *,
+    call: str,
+    numbering: Numbering | None = None,
+) -> Gradient:
+    """Trace a loss and its derivative, and number every value.
+
+    Args:
+        fn: called as ``fn(*args)``; gives a real scalar, or a pair of one and anything.
+        args: arrays or `jax.ShapeDtypeStruct`, in pytrees.
+        argnums: what to differentiate.
+        call: the public function that errors should name.
+        numbering: to share with the trace of another function of the same arguments.
+
+    Raises:
+        NotDifferentiableError, UserError: as `gradient_program` does.
+    """
+    if argnums is None:
+        raise UserError(
+            f"`{call}(..., argnums=None)`: a whole step does not say where its forward pass ends",
+            hint="give the loss, and in argnums= what it is differentiated by",
+        )
+    structs = abstract(args, call=call)
+    _check_inputs(structs, argnums, call)
+    fn = _flax.with_known_arguments(fn)
+    with _flax.nnx_scopes(), _taken.differentiated_later():
+        loss, shapes = jax.make_jaxpr(fn, return_shape=True)(*structs)
+        check_program(loss, call)
+        has_aux = check_loss(loss, structs, shapes, argnums, call)
+        forward, backward = _forward_and_backward(fn, structs, argnums, has_aux)
+    primal = Flow(numbering)
+    result = primal.run(loss, primal.arguments(loss.in_avals))
+    flow = Flow(primal.numbering)
+    outs = flow.run(forward, flow.arguments(forward.in_avals))
+    count = len(loss.out_avals)
+    residuals = [
+        (flow.residual(v), a) for v, a in zip(outs[count:], forward.out_avals[count:], strict=True)
+    ]
+    loss_aval: Any = loss.out_avals[0]
+    one = flow.numbering.constant(np.ones((), loss_aval.dtype), loss_aval)
+    inputs = [op.inputs[0]._replace(origin=op) for op, _ in residuals]
+    gradients = flow.run(backward, [*inputs, NumberedValue(one, None, 0, False)], BACKWARD)
+    return Gradient(
+        flow=flow,
+        outputs=outs[:count],
+        residuals=residuals,
+        gradients=gradients,
+        live=flow.live([*outs[:count], *gradients]),
+        needed=flow.live(gradients),
+        primal=primal,
+        primal_live=primal.live(result),
+        names=_argument_names(fn, structs),
+    )
+
+
+def _forward_and_backward(
+    fn: Callable[..., Any], structs: Sequence[Any], argnums: int | Sequence[int], has_aux: bool
+) -> tuple[Any, Any]:
+    """Return the jaxprs of results-and-residuals, and of gradients from residuals and one."""
+    positions = [argnums] if isinstance(argnums, int) else argnums
+    chosen = [i % len(structs) for i in positions]
+    tree: Any = None
+
+    def forward(*args: Any) -> Any:
+        nonlocal tree
+
+        def of_chosen(*values: Any) -> Any:
+            full = list(args)
+            for i, value in zip(chosen, values, strict=True):
+                full[i] = value
+            return fn(*full)
+
+        out, vjp, *aux = jax.vjp(of_chosen, *(args[i] for i in chosen), has_aux=has_aux)
+        residuals, tree = jax.tree.flatten(vjp)
+        return out, aux, residuals
+
+    closed = jax.make_jaxpr(forward)(*structs)
+
+    def backward(residuals: Any, one: Any) -> Any:
+        return jax.tree.unflatten(tree, residuals)(one)
+
+    handed = closed.out_avals[len(closed.out_avals) - tree.num_leaves :]
+    return closed, jax.make_jaxpr(backward)(handed, closed.out_avals[0])
+
+
+def _argument_names(fn: Callable[..., Any], structs: Sequence[Any]) -> tuple[str, ...]:
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = []
+    for path, _ in jax.tree_util.tree_flatten_with_path(tuple(structs))[0]:
+        index = path[0].idx
+        head = plain[index] if index < len(plain) else f"args[{index}]"
+        names.append(head + jax.tree_util.keystr(path[1:]))
+    return tuple(names)

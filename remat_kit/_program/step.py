@@ -1,0 +1,106 @@
+"""A whole training step around a loss: gradients, an optimizer's state and its update.
+
+The optimizer is anything with the ``init`` and ``update`` of an ``optax.GradientTransformation``;
+optax itself is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from remat_kit._errors import UserError
+from remat_kit._program.gradient import Argnums, abstract, gradient_program
+
+Step = Callable[..., Any]
+
+
+def state_of(optimizer: Any, args: Sequence[Any], argnums: Argnums, call: str) -> Any:
+    """Return the shapes of an optimizer's state.
+
+    Raises:
+        UserError: it is no optimizer, or ``argnums`` names more than one argument.
+    """
+    if argnums is None:
+        raise UserError(
+            f"`{call}(..., argnums=None, optimizer=...)`: a whole step has its optimizer in it",
+            hint="leave optimizer out, or give the loss and what it is differentiated by",
+        )
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        raise UserError(
+            f"`{call}(..., optimizer={optimizer!r})`: an optimizer has init and update",
+            hint="give an optax.GradientTransformation, such as optax.adam(1e-3)",
+        )
+    if not isinstance(argnums, int):
+        raise UserError(
+            f"`{call}(..., argnums={argnums!r}, optimizer=...)`: a step updates one argument",
+            hint="put all parameters into one pytree, and give its position",
+        )
+    return jax.eval_shape(optimizer.init, abstract(args, call=call)[argnums])
+
+
+def state_bytes(optimizer: Any, args: Sequence[Any], argnums: Argnums, call: str) -> int:
+    """Return the bytes of an optimizer's state."""
+    state = state_of(optimizer, args, argnums, call)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+
+def adamw_bytes(args: Sequence[Any], argnums: Argnums, call: str) -> int | None:
+    """Return the bytes of the state that AdamW would have, with its defaults: two copies of the
+    parameters and a count of steps; None for a whole step.
+
+    >>> adamw_bytes((jnp.ones((8, 4)), jnp.ones(3)), 0, "measure")
+    260
+    """
+    if argnums is None:
+        return None
+    structs = abstract(args, call=call)
+    chosen = [structs[i] for i in ([argnums] if isinstance(argnums, int) else argnums)]
+    return 2 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(chosen)) + 4
+
+
+def training_step(
+    fn: Callable[..., Any], optimizer: Any, args: Sequence[Any], argnums: Argnums, call: str
+) -> tuple[Step, tuple[Any, ...], tuple[int, ...]]:
+    """Return a training step, what to call it with, and which of that it may overwrite.
+
+    >>> import optax
+    >>> loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+    >>> args = jnp.ones((3, 2)), jnp.ones((4, 3))
+    >>> step, given, donated = training_step(loss, optax.sgd(0.5), args, 0, "plan")
+    >>> donated
+    (0, 1)
+    >>> params, state, loss = step(optax.sgd(0.5).init(args[0]), *args)
+    >>> params.shape, loss.shape
+    ((3, 2), ())
+
+    Args:
+        fn: the loss, called as ``fn(*args)``.
+        optimizer: an ``optax.GradientTransformation``.
+        args: arrays or `jax.ShapeDtypeStruct`, in pytrees.
+        argnums: the position of the parameters.
+        call: the public function that errors should name.
+
+    Returns:
+        the step, called as ``step(state, *args)``, gives parameters, state and what the loss gave;
+        its arguments, the state's as shapes; the positions of state and parameters among them.
+
+    Raises:
+        UserError: see `state_of`.
+    """
+    state = state_of(optimizer, args, argnums, call)
+    gradient = gradient_program(fn, args, argnums, call=call)
+    assert isinstance(argnums, int)
+
+    def step(state: Any, *args: Any) -> tuple[Any, Any, Any]:
+        value, gradients = gradient(*args)
+        params = args[argnums]
+        with jax.named_scope("update"):
+            updates, state = optimizer.update(gradients, state, params)
+            params = jax.tree.map(lambda p, u: jnp.asarray(p + u, p.dtype), params, updates)
+        return params, state, value
+
+    return step, (state, *args), (0, 1 + argnums % len(args))

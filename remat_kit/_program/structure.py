@@ -1,0 +1,133 @@
+"""When two equations, or two programs, compute the same from the same source lines.
+
+Equal blocks of a model share what is derived from them. Their parameters are compared by content,
+and derivative rules by the function with everything that is bound to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.extend.core as jec
+
+from remat_kit import _jax
+from remat_kit._frames import is_library_file
+from remat_kit._program.program import KeptName, checkpoint_name_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Itself:
+    """An object that equals nothing but itself, kept alive by the key it is in."""
+
+    value: Any
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Itself) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def structure_of(program: Any) -> Any:
+    """A hashable that two programs share when they compute the same from the same lines."""
+    number: dict[Any, int] = {}
+    inputs = [*getattr(program, "constvars", ()), *program.invars]
+    for var in inputs:
+        number[var] = len(number)
+
+    def atom(x: Any) -> Any:
+        if isinstance(x, jec.Literal):
+            scalar = getattr(x.val, "shape", ()) == ()
+            # By repr, since 0.0 == -0.0 and 1 == True.
+            return str(x.aval), repr(x.val) if scalar else _Itself(x.val)
+        return number[x]
+
+    eqns = []
+    for eqn in program.eqns:
+        reads = tuple(atom(x) for x in eqn.invars)
+        for var in eqn.outvars:
+            number[var] = len(number)
+        makes = tuple(v.aval for v in eqn.outvars)
+        scopes = tuple(map(tuple, _jax.name_stack_groups(eqn)))
+        params = _parameters(eqn)
+        place = _jax.user_code(eqn, is_library_file)
+        eqns.append((eqn.primitive, params, reads, makes, scopes, place, eqn.ctx))
+    return len(inputs), tuple(eqns), tuple(atom(x) for x in program.outvars)
+
+
+def equation_key(eqn: Any) -> Any:
+    """Return a hashable that equations share when they compute the same, whatever they read."""
+    atoms = tuple(
+        (str(v.aval), repr(v.val) if getattr(v.val, "shape", ()) == () else _Itself(v.val))
+        if isinstance(v, jec.Literal)
+        else v.aval
+        for v in eqn.invars
+    )
+    same = tuple(eqn.invars.index(v) for v in eqn.invars if not isinstance(v, jec.Literal))
+    return eqn.primitive, _parameters(eqn), atoms, same, eqn.ctx
+
+
+def _parameters(eqn: Any) -> Any:
+    out = []
+    for name, value in eqn.params.items():
+        if name == "jvp_jaxpr_fun":
+            out.append((name, _rule_key(eqn)))
+        elif _jax.is_jaxpr(value):
+            out.append((name, structure_of(getattr(value, "jaxpr", value)), _consts(value)))
+        elif isinstance(value, (tuple, list)) and any(map(_jax.is_jaxpr, value)):
+            inner = ((structure_of(getattr(v, "jaxpr", v)), _consts(v)) for v in value)
+            out.append((name, tuple(inner)))
+        else:
+            out.append((name, _exact(value) if _hashable(value) else _Itself(value)))
+    kept = checkpoint_name_of(eqn)
+    if isinstance(kept, KeptName):  # equals the name without its label
+        out.append(("label", kept.label))
+    return tuple(out)
+
+
+def _rule_key(eqn: Any) -> Any:
+    """A hashable that two `jax.custom_jvp` calls share when they have the same derivative.
+
+    The rule alone does not identify it: the arguments of ``nondiff_argnums`` are bound around the
+    rule, and so is the structure of its arguments.
+    """
+    found = _jax.rule_identity(eqn)
+    if found is None:
+        return _Itself(eqn.params["jvp_jaxpr_fun"])
+    rule, around = found
+    return _Itself(rule), tuple(map(_bound, around))
+
+
+def _bound(value: Any) -> Any:
+    """A hashable for an argument bound around a rule; an object of an unknown type is only itself,
+    since its ``==`` may overlook what the rule reads.
+    """
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return type(value), repr(value)  # 1 == True, and 0.0 == -0.0
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_bound, value))
+    if isinstance(value, dict):
+        return dict, tuple((_bound(k), _bound(v)) for k, v in value.items())
+    if _jax.is_structural(value):
+        return type(value), value
+    return _Itself(value)
+
+
+def _exact(value: Any) -> Any:
+    """A parameter of an equation as a part of a key: numbers that are equal can differ."""
+    if isinstance(value, tuple):
+        return tuple(map(_exact, value))
+    return (type(value), repr(value)) if isinstance(value, (bool, int, float, complex)) else value
+
+
+def _consts(jaxpr: Any) -> tuple[Any, ...]:
+    return tuple(_Itself(c) for c in getattr(jaxpr, "consts", ()))
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,186 @@
+"""The program that is compiled, traced: the gradient of a loss, or a step as its user runs it.
+
+A step that is jitted is traced by itself, for it alone knows what it donates, which of its
+arguments are static and, with NNX, which of them it changes. Any other function is jitted here.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from remat_kit import _jax
+from remat_kit._errors import UserError
+from remat_kit._frameworks import flax as _flax
+from remat_kit._program import gradient as _gradient
+from remat_kit._program import step as _step
+from remat_kit._program.gradient import Argnums, abstract
+
+
+@dataclass(frozen=True)
+class CompilableProgram:
+    """A traced program, and what it can be called with.
+
+    Attributes:
+        traced: a `jax.stages.Traced`.
+        args, kwargs: what the compiled program takes, arrays or `jax.ShapeDtypeStruct` in pytrees;
+            static arguments are left out.
+    """
+
+    traced: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def arguments(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of the arguments, flat."""
+        return [_shape(info) for info in jax.tree.leaves(self.traced.args_info)]
+
+    @property
+    def results(self) -> Any:
+        """The shapes of the results."""
+        return self.traced.out_info
+
+    def values(self) -> tuple[list[Any], list[bool], Any]:
+        """Return flat arguments to run it with, zeros where there are shapes alone; which of them
+        it donates; and the tree of positional and keyword arguments that they make up.
+        """
+        leaves, tree = jax.tree.flatten((self.args, self.kwargs))
+        donated = [info.donated for info in jax.tree.leaves(self.traced.args_info)]
+        return [_gradient.materialised(leaf) for leaf in leaves], donated, tree
+
+
+def _shape(info: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(info.shape, info.dtype)
+
+
+def trace(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    argnums: Argnums = 0,
+    donate_argnums: int | Sequence[int] = (),
+    *,
+    optimizer: Any = None,
+    call: str = "measure",
+) -> CompilableProgram:
+    """Trace the gradient of a loss, a training step around it, or a step as it is.
+
+    >>> step = jax.jit(lambda w, n: w * n, donate_argnums=0, static_argnums=1)
+    >>> program = trace(step, (jax.ShapeDtypeStruct((3,), "float32"), 2), argnums=None)
+    >>> program.values()[1]
+    [True]
+
+    Args:
+        fn: a loss; with ``argnums=None`` a step.
+        args: arrays or `jax.ShapeDtypeStruct`, in pytrees; static ones of a jitted step too.
+        argnums: what to differentiate, or None.
+        donate_argnums: what the results may take over, where the step does not say so itself.
+        optimizer: around a loss: the whole step is traced, parameters and state donated.
+        call: the public function that the errors should name.
+
+    Raises:
+        UserError: the program is partitioned over several devices, or the call cannot work.
+        NotDifferentiableError: ``fn`` is no loss.
+    """
+    donated = _positions(donate_argnums)
+    if optimizer is not None:
+        step, given, own = _step.training_step(fn, optimizer, args, argnums, call)
+        own = {*own, *(1 + i % len(args) for i in donated)}
+        program = _jitted_here(step, given, own, call)
+    elif argnums is not None:
+        gradient = _gradient.gradient_program(fn, args, argnums, call=call)
+        program = _jitted_here(gradient, args, donated, call)
+    else:
+        program = _step_as_it_is(fn, tuple(args), donated, call)
+    _gradient.check_program(program.traced.jaxpr, call)
+    return program
+
+
+def _positions(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+def _jitted_here(
+    fn: Callable[..., Any], args: Sequence[Any], donated: Iterable[int], call: str
+) -> CompilableProgram:
+    structs = abstract(args, call=call)
+    traced = jax.jit(fn, donate_argnums=tuple(donated)).trace(*structs)
+    return CompilableProgram(traced, tuple(args), {})
+
+
+# -- steps --------------------------------------------------------------------------------------
+
+
+def _step_as_it_is(
+    fn: Callable[..., Any], args: tuple[Any, ...], donated: tuple[int, ...], call: str
+) -> CompilableProgram:
+    inner, full, kwargs = _bound(fn, args)
+    jitted = _flax.jitted_of(inner) if _flax.is_nnx_jitted(inner) else inner
+    if not _jax.is_jitted(jitted):
+        return _plain_step(fn, args, donated, call)
+    own = _jax.donated_positions(jitted)
+    if donated and not own and jitted is inner:
+        return _plain_step(fn, args, donated, call)  # as if `jax.jit` had been told so
+    shift = len(full) - len(args)
+    if not {shift + i % max(1, len(args)) for i in donated} <= set(own):
+        raise UserError(
+            f"`{call}(..., donate_argnums={donated!r})`: the function is jitted, and says itself "
+            f"what it donates: {own or 'nothing'}",
+            hint="leave donate_argnums out here, and give it to the function's own jit",
+        )
+    _gradient.check_on_one_device(_flax.arrays_of((*full, *kwargs.values())), call)
+    if jitted is not inner:
+        return _of_shapes(_flax.trace_jitted(inner, full, kwargs))
+    full, kwargs = jax.tree.map(_without_place, (full, kwargs), is_leaf=_flax.is_state)
+    traced = inner.trace(*full, **kwargs)
+    positions, names = _jax.static_arguments(jitted)
+    return CompilableProgram(
+        traced,
+        tuple(x for i, x in enumerate(full) if i not in positions),
+        {name: x for name, x in kwargs.items() if name not in names},
+    )
+
+
+def _bound(
+    fn: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Look through `functools.partial` and methods: the function, and all of its arguments."""
+    kwargs: dict[str, Any] = {}
+    while True:
+        if isinstance(fn, functools.partial):
+            fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
+        elif isinstance(fn, types.MethodType):
+            fn, args = fn.__func__, (fn.__self__, *args)
+        else:
+            return fn, args, kwargs
+
+
+def _without_place(leaf: Any) -> Any:
+    """Return the shape of an array, which lies on no device; anything else may be static."""
+    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+        return abstract((leaf,))[0]
+    return leaf
+
+
+def _of_shapes(traced: Any) -> CompilableProgram:
+    args, kwargs = jax.tree.map(_shape, traced.args_info)
+    return CompilableProgram(traced, args, kwargs)
+
+
+def _plain_step(
+    fn: Callable[..., Any], args: tuple[Any, ...], donated: tuple[int, ...], call: str
+) -> CompilableProgram:
+    if _flax.holds_state(args):
+        # `jax.jit` would drop what the step changes in its arguments, and with it the update.
+        _gradient.check_on_one_device(_flax.arrays_of(args), call)
+        return _of_shapes(_flax.trace_jitted(_flax.jitted_step(fn, donated), args, {}))
+    program = _jitted_here(fn, args, donated, call)
+    if donated or not (found := _jax.donated_by_only_call(program.traced)):
+        return program
+    leaves, tree = jax.tree.flatten(tuple(args))
+    return _jitted_here(lambda *leaves: fn(*tree.unflatten(leaves)), leaves, sorted(found), call)

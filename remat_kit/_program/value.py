@@ -1,0 +1,153 @@
+"""Intermediate values of a program, as selectors see them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.extend.core as jec
+
+from remat_kit import _jax
+from remat_kit._frames import source_of
+from remat_kit._program.ops import flops, moved_bytes, nbytes
+from remat_kit._program.paths import Path, module_path
+from remat_kit._program.program import (
+    Program,
+    bodies,
+    checkpoint_name_of,
+    is_identity,
+    primitive_name,
+    producers,
+)
+
+
+def offloaded_bytes(jaxpr: Any) -> int:
+    """Return the bytes that a jaxpr moves to the host's memory, in all rounds of its loops."""
+    own = (e for e in jaxpr.eqns if e.primitive.name == "device_put")
+    size = sum(nbytes(v.aval) for e in own for v in e.outvars if _jax.is_on_host(v.aval))
+    inner = (b for e in jaxpr.eqns for b in bodies(e))
+    return size + sum(round(b.times) * offloaded_bytes(b.jaxpr) for b in inner)
+
+
+# -- values, as selectors see them ----------------------------------------------------------
+
+
+def value_of(
+    eqn: Any, position: int, path: Path, names: Sequence[str] = (), *, full: bool = True
+) -> Value:
+    """Describe one output of an equation to the selectors of a policy.
+
+    ``full=False`` leaves out the source line, which is the slow part (frames are symbolised).
+    """
+    var = eqn.outvars[position]
+    chain = producers(eqn, position)
+    return Value(
+        primitives=tuple(dict.fromkeys(primitive_name(e) for e in chain)),
+        names=tuple(names),
+        module="/".join(path),
+        source=source_of(eqn) if full else ("", 0),
+        shape=tuple(getattr(var.aval, "shape", ())),
+        dtype=str(getattr(var.aval, "dtype", "")),
+        bytes=nbytes(var.aval),
+        flops=flops(eqn),
+        moved_bytes=moved_bytes(eqn),
+        primitive=chain[-1].primitive,
+        in_avals=tuple(v.aval for v in chain[-1].invars),
+        params=chain[-1].params,
+    )
+
+
+def effect_of(eqn: Any, path: Path, *, full: bool = True) -> Value:
+    """Describe an equation without outputs, such as a debug callback, to a policy's selectors."""
+    return Value(
+        primitives=(primitive_name(eqn),),
+        module="/".join(path),
+        source=source_of(eqn) if full else ("", 0),
+        dtype="",
+        primitive=eqn.primitive,
+        in_avals=tuple(v.aval for v in eqn.invars),
+        params=eqn.params,
+    )
+
+
+def values(program: Program, *, full: bool = True) -> Iterator[Value]:
+    """Yield every intermediate value of a program, those inside loops and branches too."""
+    yield from _values(program.eqns, program.base, full)
+
+
+def _values(eqns: Sequence[Any], base: Path, full: bool) -> Iterator[Value]:
+    names = aliases(eqns)
+    made = {v for e in eqns for v in e.outvars if checkpoint_name_of(e) is None}
+    for eqn in eqns:
+        path = module_path(eqn, base)
+        name = checkpoint_name_of(eqn)
+        if name is None:
+            for i, var in enumerate(eqn.outvars):
+                yield value_of(eqn, i, path, names.get(var, ()), full=full)
+        elif isinstance(eqn.invars[0], jec.Literal) or eqn.invars[0] in names.keys() - made:
+            yield value_of(eqn, 0, path, (name,), full=full)  # an input that was named
+        for body in bodies(eqn):
+            if body.kind != "rule":
+                yield from _values(body.jaxpr.eqns, path, full)
+
+
+def aliases(eqns: Sequence[Any]) -> dict[Any, tuple[str, ...]]:
+    """Map each variable that carries a checkpoint name to its names.
+
+    `checkpoint_name` is the identity: its input and its output are one value, so a name counts
+    for both. (JAX's own policies save the output and recompute the input that a derivative rule
+    uses; see `remat_kit._apply.labels`.)
+    """
+    names: dict[Any, tuple[str, ...]] = {}
+    root: dict[Any, Any] = {}
+    for eqn in eqns:
+        if not is_identity(eqn) or isinstance(eqn.invars[0], jec.Literal):
+            continue
+        source = root.get(eqn.invars[0], eqn.invars[0])
+        root[eqn.outvars[0]] = source
+        name = checkpoint_name_of(eqn)
+        if name is not None:
+            names[source] = (*names.get(source, ()), name)
+    return names
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """One intermediate value, as selectors see it; see also the policies of `jax.checkpoint`.
+
+    >>> from remat_kit import module
+    >>> v = Value(primitives=("dot_general",), module="GPT/block_0/mlp/up", bytes=4096)
+    >>> module("*/mlp").matches(v)
+    True
+
+    Attributes:
+      primitives: the primitive that made it; for a call (``jit``, ``custom_jvp_call``) also those
+        inside the call that made this output, outermost first.
+      names: its checkpoint names.
+      module: path of the module that made it, such as ``"GPT/block_0/attn/out"``; ``""`` at top.
+      source: file and line; ``("", 0)`` where unknown.
+      shape: axis sizes.
+      dtype: name of the element type, such as ``"bfloat16"``.
+      bytes: its size.
+      flops: floating-point operations of the equation that made it.
+      moved_bytes: bytes that this equation reads and writes.
+      primitive: the primitive itself, the innermost where ``primitives`` lists several; JAX
+        policies and `dots_no_batch` are asked with it, ``in_avals`` and ``params``. These three
+        take no part in ``==`` and ``hash``.
+      in_avals: abstract values of its inputs.
+      params: its parameters.
+    """
+
+    primitives: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    module: str = ""
+    source: tuple[str, int] = ("", 0)
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+    bytes: int = 0
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    primitive: Any = dataclasses.field(default=None, compare=False, repr=False)
+    in_avals: tuple[Any, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    params: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)

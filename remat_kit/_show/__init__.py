@@ -1,0 +1,1 @@
+"""Print answers: tables in a terminal, pictures, and the report as one HTML page."""

@@ -1,0 +1,447 @@
+"""A policy that has no effect says so: an error where it is misplaced, else a `RematKitWarning`."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from interpreter import one_by_one
+from jax.ad_checkpoint import checkpoint_name
+
+import remat_kit
+from remat_kit import (
+    PolicyError,
+    RematKitWarning,
+    _jax,
+    collective,
+    dots,
+    dtype,
+    larger_than,
+    named,
+    offload,
+    policy,
+    primitive,
+    recompute,
+    save,
+    testing,
+)
+
+WEIGHTS = [jnp.full((4, 4), 0.3), jnp.full((4, 4), 0.2)]
+X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
+AT = "block_*"
+
+
+def loss(weights, x):
+    for i, w in enumerate(weights):
+        with jax.named_scope(f"block_{i}"):
+            x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def updated(weights, gradient):
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradient)
+
+
+def taken(weights, x):
+    value, gradient = jax.value_and_grad(loss)(weights, x)
+    return updated(weights, gradient), value
+
+
+def by_vjp(weights, x):
+    value, back = jax.vjp(loss, weights, x)
+    return updated(weights, back(jnp.ones_like(value))[0])
+
+
+def accumulated(weights, x):
+    def add(total, part):
+        return jax.tree.map(jnp.add, total, jax.grad(loss)(weights, part[None])), None
+
+    total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, weights), x)
+    return updated(weights, total)
+
+
+def several_steps(weights, x):
+    return jax.lax.scan(lambda w, part: taken(w, part[None]), weights, x)
+
+
+STEPS = {
+    "value_and_grad": taken,
+    "vjp": by_vjp,
+    "accumulation": accumulated,
+    "several": several_steps,
+    "jit inside": jax.jit(taken),
+    "a jitted loss": lambda w, x: updated(w, jax.grad(jax.jit(loss))(w, x)),
+    "gradients beside the loss": jax.value_and_grad(loss),
+    "gradients": jax.grad(loss),
+}
+
+
+@pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_a_policy_at_modules_of_a_step_is_an_error(step, outside):
+    decorated = outside(policy("nothing", at=AT)(step))
+    with pytest.raises(PolicyError, match="takes a gradient itself") as caught:
+        decorated(WEIGHTS, X)
+    assert "remat_kit.policy('nothing', at='block_*')(" in caught.value.hint
+    assert "put the policy on the loss" in caught.value.hint
+
+
+def test_the_error_names_the_loss_and_the_line():
+    line = taken.__code__.co_firstlineno + 1
+    with pytest.raises(PolicyError) as caught:
+        policy("dots", at=AT)(taken)(WEIGHTS, X)
+    assert f"test_void.py:{line}" in caught.value.message
+    assert "`taken`" in caught.value.message
+    assert "`loss = remat_kit.policy('dots', at='block_*')(loss)`" in caught.value.hint
+
+
+def test_what_the_hint_says_works():
+    lean = policy("nothing", at=AT)(loss)
+    found, wanted = (one_by_one(jax.value_and_grad(f), WEIGHTS, X) for f in (lean, loss))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.parametrize("at", [AT, None])
+def test_a_policy_on_a_step_with_an_optimizer_is_an_error(at):
+    optimizer = optax.adam(1e-2)
+
+    def train(weights, state, x):
+        gradient = jax.grad(loss)(weights, x)
+        updates, state = optimizer.update(gradient, state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    with pytest.raises(PolicyError, match="takes a gradient itself"):
+        policy("dots", at=at)(train)(WEIGHTS, optimizer.init(WEIGHTS), X)
+
+
+@pytest.mark.parametrize("at", ["*/up", None])
+def test_an_nnx_step_is_an_error(at):
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return jnp.tanh(self.up(x))
+
+    def train(model, optimizer, x):
+        value, gradient = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+        optimizer.update(model, gradient)
+        return value, gradient
+
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    with pytest.raises(PolicyError, match="takes a gradient itself"):
+        policy("nothing", at=at)(train)(model, optimizer, X)
+
+
+def test_a_plan_on_a_step_is_an_error():
+    plan = remat_kit.planned("broadcast_in_dim=1", "0:1 plain")
+    with pytest.raises(PolicyError, match="takes a gradient itself"):
+        policy(plan)(taken)(WEIGHTS, X)
+
+
+def test_a_step_without_at_may_be_an_inner_step_and_is_a_warning():
+    with pytest.warns(RematKitWarning, match="takes a gradient itself"):
+        policy("dots")(taken)(WEIGHTS, X)
+
+
+# -- what takes a gradient and may be decorated -----------------------------------------------
+
+
+def penalty(weights, x):
+    return loss(weights, x) + jnp.sum(jax.grad(loss, 1)(weights, x) ** 2)
+
+
+def penalty_and_more(weights, x):
+    return penalty(weights, x), {"x": x}
+
+
+def forces(weights, x):
+    return -jax.grad(loss, 1)(weights, x)
+
+
+def same_gradients(decorated, plain, *args):
+    expected = jax.jit(jax.grad(plain))(*args)
+    for got in (
+        jax.grad(decorated)(*args),
+        jax.jit(jax.grad(decorated))(*args),
+        jax.grad(jax.jit(decorated))(*args),
+        jax.grad(jax.checkpoint(decorated))(*args),
+    ):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), got, expected)
+
+
+@pytest.mark.parametrize("at", [AT, None])
+@pytest.mark.parametrize("what", ["nothing", "dots"])
+def test_a_penalty_on_a_gradient_is_a_loss(what, at):
+    decorated = policy(what, at=at)(penalty)
+    assert decorated(WEIGHTS, X) == pytest.approx(float(penalty(WEIGHTS, X)))
+    same_gradients(decorated, penalty, WEIGHTS, X)
+    policy(what, at=at)(penalty_and_more)(WEIGHTS, X)
+    assert remat_kit.measure(policy(what, at=at)(penalty_and_more), WEIGHTS, X).fits
+
+
+@pytest.mark.parametrize("at", [AT, None])
+def test_forces_are_differentiated_once_more(at):
+    decorated = policy("nothing", at=at)(forces)
+    same_gradients(
+        lambda w: jnp.sum((decorated(w, X) - X) ** 2),
+        lambda w: jnp.sum((forces(w, X) - X) ** 2),
+        WEIGHTS,
+    )
+    # remat_kit traces a loss before it differentiates it
+    remat_kit.inspect(lambda w: jnp.sum(decorated(w, X) ** 2), WEIGHTS)
+    remat_kit.measure(lambda w: jnp.sum(decorated(w, X) ** 2), WEIGHTS)
+
+
+def test_forces_are_evaluated_without_a_word():
+    decorated = policy("nothing")(forces)
+    np.testing.assert_array_equal(*(one_by_one(f, WEIGHTS, X) for f in (decorated, forces)))
+    np.testing.assert_allclose(jax.jit(decorated)(WEIGHTS, X), forces(WEIGHTS, X), rtol=1e-5)
+
+
+def test_forces_at_modules_may_be_a_mistake():
+    with pytest.warns(RematKitWarning, match="takes a gradient itself"):
+        policy("nothing", at=AT)(forces)(WEIGHTS, X)
+
+
+@pytest.mark.parametrize("at", [AT, None])
+def test_the_inner_step_of_maml(at):
+    inner = policy("nothing", at=at)(taken)
+    same_gradients(
+        lambda w: loss(inner(w, X)[0], X + 1), lambda w: loss(taken(w, X)[0], X + 1), WEIGHTS
+    )
+
+
+# -- a step given to the other verbs ------------------------------------------------------------
+
+
+def loss_first(weights, x):
+    new, value = taken(weights, x)
+    return value, new
+
+
+VERBS = {
+    "measure": lambda fn, **k: remat_kit.measure(fn, WEIGHTS, X, **k),
+    "inspect": lambda fn, **k: remat_kit.inspect(fn, WEIGHTS, X, **k),
+    "diff": lambda fn, **k: remat_kit.diff(loss, fn, WEIGHTS, X, **k),
+    "plan": lambda fn, **k: remat_kit.plan(fn, WEIGHTS, X, budget="min", **k),
+    "frontier": lambda fn, **k: remat_kit.frontier(fn, WEIGHTS, X, **k),
+    "estimate": lambda fn, **k: remat_kit.estimate(fn, WEIGHTS, X, checkpoints=["block_0"], **k),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+@pytest.mark.parametrize("step", [loss_first, jax.value_and_grad(loss), jax.jit(loss_first)])
+def test_a_step_is_not_differentiated_once_more(verb, step):
+    with pytest.raises(remat_kit.NotDifferentiableError, match="whole step"):
+        verb(step)
+
+
+@pytest.mark.parametrize("verb", [v for k, v in VERBS.items() if k != "measure"])
+def test_only_measure_takes_a_whole_step(verb):
+    with pytest.raises(remat_kit.UserError, match="argnums=None"):
+        verb(taken, argnums=None)
+
+
+def test_measure_of_a_decorated_step():
+    assert remat_kit.measure(taken, WEIGHTS, X, argnums=None).fits
+    with pytest.raises(PolicyError, match="takes a gradient itself"):
+        remat_kit.measure(policy("nothing", at=AT)(taken), WEIGHTS, X, argnums=None)
+
+
+def test_a_gradient_beside_a_loss_is_no_step():
+    def watched(weights, x):
+        return loss(weights, x), jnp.linalg.norm(jax.grad(loss, 1)(weights, x))
+
+    assert remat_kit.measure(watched, WEIGHTS, X).fits
+
+
+# -- what matches nothing ----------------------------------------------------------------------
+
+
+def layer(w, x):
+    return jnp.sum(jnp.sin(checkpoint_name(jnp.tanh(x @ w), "hidden")))
+
+
+MATCH_NOTHING = [
+    ("maxtext_minimal", "no value is named"),
+    (save(named("hiden", strict=False)), "did you mean 'hidden'"),
+    (save(remat_kit.module("*/mlp", strict=False)), "no module is"),
+    (larger_than("1MiB"), "the values take"),
+    (offload(primitive("exp")), "no operation is 'exp'"),
+    (recompute(primitive("max")), "no operation is 'max'"),
+    (collective, "under automatic partitioning"),
+    (dtype("bfloat16"), "float32"),
+    (save(primitive("sin") & larger_than("1KiB")), "the values take"),
+    (save(primitive("sin") & named("hidden")), "each part of it"),
+    (jax.checkpoint_policies.save_only_these_names("hiden"), "did you mean 'hidden'"),
+    (save(dots) | offload(larger_than("1MiB")), "offload"),
+]
+
+
+@pytest.mark.parametrize(("what", "wanted"), MATCH_NOTHING)
+def test_a_rule_that_selects_nothing_is_a_warning(what, wanted):
+    decorated = policy(what)(layer)
+    with pytest.warns(RematKitWarning, match="has no effect") as caught:
+        gradient = one_by_one(jax.grad(decorated), WEIGHTS[0], X)
+    assert len(caught) == 1
+    assert wanted in str(caught[0].message)
+    assert "\nhint: " in str(caught[0].message)
+    np.testing.assert_array_equal(gradient, one_by_one(jax.grad(layer), WEIGHTS[0], X))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("nothing", "everything", "dots", "maxtext_full", "t5x_full", "names:hidden"),
+        save(primitive("cos")),  # what the derivative of sin keeps
+        jax.checkpoint_policies.nothing_saveable,
+        jax.checkpoint_policies.dots_saveable,
+    ],
+)
+def test_a_policy_that_does_what_it_says_is_silent(what):
+    jax.grad(policy(what)(layer))(WEIGHTS[0], X)
+
+
+def test_what_only_a_derivative_rule_names_is_found():
+    @jax.custom_vjp
+    def kernel(x):
+        return jnp.sin(x)
+
+    def forward(x):
+        return jnp.sin(x), checkpoint_name(jnp.cos(x), "kernel_residual")
+
+    kernel.defvjp(forward, lambda r, ct: (ct * r,))
+    fn = policy(save(named("kernel_residual", strict=False)))(lambda x: jnp.sum(kernel(x * x)))
+    np.testing.assert_allclose(jax.grad(fn)(X), 2 * X * jnp.cos(X * X), rtol=1e-6)
+
+
+def test_only_what_the_regions_hold_counts():
+    def fn(weights, x):
+        with jax.named_scope("block_0"):
+            x = jnp.sin(x * weights[0])
+        return jnp.sum(x @ weights[1].T)
+
+    args = [jnp.ones(4), jnp.ones((4, 4))], X
+    with jax.numpy_rank_promotion("allow"):
+        policy(offload(dots))(fn)(*args)
+        with pytest.warns(RematKitWarning, match=r"offload\(dots\) selects none"):
+            policy(offload(dots), at=AT)(fn)(*args)
+
+
+def test_a_rule_for_any_function_may_find_nothing_in_this_one():
+    jax.grad(policy("dots")(lambda x: jnp.sum(jnp.sin(jnp.tanh(x)))))(X)
+
+
+def test_what_does_not_exist_is_an_error_as_before():
+    with pytest.raises(remat_kit.UnknownNameError):
+        policy(save(named("hiden")))(layer)(WEIGHTS[0], X)
+    with pytest.raises(remat_kit.UnknownNameError):
+        policy("nothing", at="blok_*")(loss)(WEIGHTS, X)
+
+
+def test_a_warning_comes_once_for_a_decorator_at_the_users_line():
+    decorated = policy(larger_than("1MiB"))(layer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.grad(decorated)(WEIGHTS[0], X)
+        jax.jit(jax.grad(decorated))(WEIGHTS[0], X)
+        decorated(WEIGHTS[0], jnp.ones((3, 4)))
+        policy(larger_than("1MiB"))(layer)(WEIGHTS[0], X)
+    assert len(caught) == 2
+    assert {w.filename for w in caught} == {__file__}
+
+
+def test_a_module_class_warns_where_it_is_called():
+    @policy(larger_than("1GiB"))
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return jnp.tanh(self.up(x))
+
+    block = Block(nnx.Rngs(0))
+    with pytest.warns(RematKitWarning) as caught:
+        assert jnp.array_equal(block(X), block(X))
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_the_verbs_warn_too():
+    w = x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    decorated = {verb: policy("maxtext_minimal")(layer) for verb in ("measure", "plan", "frontier")}
+    with pytest.warns(RematKitWarning):
+        remat_kit.measure(decorated["measure"], w, x)
+    with pytest.warns(RematKitWarning):
+        remat_kit.inspect(layer, w, x, policy="maxtext_minimal")
+    with pytest.warns(RematKitWarning):
+        remat_kit.frontier(decorated["frontier"], w, x)
+
+
+# -- other reasons -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", ["mask", None])
+def test_integers_have_no_gradient(at):
+    def fn(n):
+        with jax.named_scope("mask"):
+            return (n * 2) // 3
+
+    with pytest.warns(RematKitWarning, match="no input of what is decorated has a gradient"):
+        policy("dots", at=at)(fn)(jnp.arange(3))
+
+
+def test_a_closed_over_parameter_may_have_a_gradient():
+    jax.grad(lambda w: policy("dots")(lambda n: jnp.sum(w[n] @ w))(jnp.arange(4)))(WEIGHTS[0])
+
+
+def test_prevent_cse_false_is_undone_outside_of_a_loop():
+    decorated = policy("nothing", prevent_cse=False)(layer)
+    jax.grad(decorated)(WEIGHTS[0], X)  # two programs: nothing is merged
+    with pytest.warns(RematKitWarning, match="prevent_cse=False"):
+        jax.jit(jax.grad(decorated))(WEIGHTS[0], X)
+
+
+def test_prevent_cse_false_in_a_loop_is_as_it_should_be():
+    body = policy("nothing", prevent_cse=False)(lambda x, w: (jnp.tanh(x @ w), None))
+    scanned = jax.jit(jax.grad(lambda w: jnp.sum(jax.lax.scan(body, X, w)[0])))
+    scanned(jnp.stack(WEIGHTS))
+
+
+def test_offloading_that_this_jax_cannot_do(implementation):
+    decorated = policy("offload_dots")(layer)
+    if _jax.drops_offload():
+        with pytest.warns(RematKitWarning, match="does not offload"):
+            decorated(WEIGHTS[0], X)
+    else:
+        decorated(WEIGHTS[0], X)
+
+
+def test_a_plan_that_may_offload_needs_a_scan():
+    w = x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    with pytest.warns(RematKitWarning, match="has no scan"):
+        remat_kit.frontier(layer, w, x, target="h100", offload=True)
+
+
+# -- keywords without an effect ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: remat_kit.inspect(loss, WEIGHTS, X, at=AT),
+        lambda: testing.assert_fits(loss, WEIGHTS, X, target="cpu", at=AT),
+        lambda: testing.assert_peak_at_most(loss, WEIGHTS, X, target="cpu", peak="1GiB", at=AT),
+        lambda: remat_kit.max_batch(lambda batch=8: (loss, (WEIGHTS, X)), at=AT),
+        lambda: remat_kit.max_batch(lambda batch=8: (loss, (WEIGHTS, X)), policy="plan", at=AT),
+        lambda: remat_kit.fit(lambda batch=8: (loss, (WEIGHTS, X)), batches=[1], at=AT),
+        lambda: remat_kit.estimate(loss, WEIGHTS, X, checkpoints=[]),
+    ],
+)
+def test_a_keyword_without_an_effect_is_an_error(call):
+    with pytest.raises(remat_kit.UserError, match=r"no policy to apply|without a checkpoint"):
+        call()

@@ -1,0 +1,187 @@
+"""What compilers fuse and what they write down, and the predictions that rest on it."""
+
+import dataclasses
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import remat_kit
+from remat_kit._backend import barriers as _barriers
+from remat_kit._chip.target import target
+from remat_kit._planner import build as _build
+from remat_kit._planner import frontier as _frontier
+from remat_kit._planner.simulate import Segment, Simulation, simulate
+
+
+def struct(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def tied(params, tokens):
+    """The loss of a stack between an embedding and its transpose."""
+    table, layers = params
+    x = table[tokens]
+    for up, down in layers:
+        x = x + jax.nn.gelu(x @ up) @ down
+    logits = x @ table.T
+    picked = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+
+
+def arguments(words=64, width=16, hidden=32, layers=2, batch=(4, 8)):
+    blocks = [(struct(width, hidden), struct(hidden, width))] * layers
+    return (struct(words, width), blocks), struct(*batch, dtype=jnp.int32)
+
+
+def products(graph):
+    return [e for e in graph.equations if e.primitive == "dot_general"]
+
+
+@pytest.mark.parametrize(("chip", "written"), [("cpu", True), ("h100", True), ("tpu-v5e", False)])
+def test_products_on_tpus_run_the_elementwise_operations_before_them(chip, written):
+    graph = _build.trace(tied, arguments(), target(chip))
+    up, down, *_ = products(graph)
+    read = graph.tensors[next(t for t in down.reads if graph.tensors[t].producer >= 0)]
+    assert read.in_memory is written
+    assert read.sources == ((read.index,) if written else up.makes)
+
+
+def test_what_an_iteration_of_a_scan_keeps_is_written_down_on_tpus_too():
+    def loss(ws, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (x + jnp.tanh(jnp.sin(x) @ w), None), x, ws)[0])
+
+    graph = _build.trace(loss, (struct(3, 16, 16), struct(8, 16)), target("tpu-v5e"))
+    (scan,) = (e.loop for e in graph.equations if e.loop)
+    (product,) = products(scan.graph)
+    assert all(scan.graph.tensors[t].in_memory for t in product.reads if t >= 2)
+
+
+@pytest.mark.parametrize(("chip", "written"), [("cpu", True), ("h100", True), ("tpu-v5e", False)])
+def test_on_tpus_cotangents_that_no_product_makes_run_inside_of_those_that_read_them(chip, written):
+    graph = _build.trace(tied, arguments(), target(chip))
+    *_, logits = (graph.tensors[e.makes[0]] for e in products(graph))
+    first, *_ = (graph.tensors[e.makes[0]] for e in products(graph))
+    assert logits.active
+    assert logits.cotangent_bytes == (logits.bytes if written else 0)
+    assert first.cotangent_bytes == first.bytes  # a product makes part of it
+
+
+def test_on_tpus_what_products_alone_read_is_written_down_in_place_of_what_it_is_made_of():
+    def loss(w, b, v, x):
+        return jnp.sum(((x @ w + b[None]) * 2) @ v)
+
+    args = struct(8, 8), struct(8), struct(8, 8), struct(32, 8)
+    graph = _build.trace(loss, args, target("tpu-v5e"), argnums=(0, 1, 2, 3))
+    first, second = products(graph)
+    (read,) = (graph.tensors[t] for t in second.reads if graph.tensors[t].producer >= 0)
+    assert read.in_memory
+    assert read.sources == (read.index,)
+    assert read.bytes == 32 * 8 * 2
+    assert read.cotangent_bytes == read.bytes
+    assert graph.tensors[first.makes[0]].cotangent_bytes == 0
+
+
+def test_what_a_kept_array_is_fused_from_is_there_until_it_is_written_down():
+    def loss(w, x):
+        return jnp.sum(jnp.log(jnp.sum(jnp.exp((x @ w) - 1.0), axis=-1)))
+
+    graph = _build.trace(loss, (struct(16, 512), struct(64, 16)), target("h100"))
+    (product,) = products(graph)
+    (exp,) = (e for e in graph.equations if e.primitive == "exp")
+    schedule = (Segment(0, len(graph.equations), save=frozenset(exp.makes)),)
+    assert not graph.tensors[exp.makes[0]].in_memory
+    found = Simulation(graph, 1.0)
+    found.forward(schedule, found.held(schedule))
+    assert found.peak >= sum(graph.tensors[t].bytes for t in (*product.makes, *exp.makes))
+
+
+def test_a_barrier_for_the_derivative_is_one_for_gpus_and_tpus_alone():
+    def loss(w, x):
+        w, x = _barriers.together([w, jnp.sin(x)])
+        return jnp.sum(jnp.tanh(x @ w))
+
+    def plain(w, x):
+        return jnp.sum(jnp.tanh(jnp.sin(x) @ w))
+
+    args = np.full((4, 4), 0.3, np.float32), np.full((2, 4), 0.2, np.float32)
+    gradient = jax.grad(loss, argnums=(0, 1))
+    for platform, barriers in (("cpu", 0), ("cuda", 2), ("tpu", 2)):
+        text = jax.jit(gradient).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("optimization_barrier") == barriers
+    # What transforms functions goes through it.
+    for wrap in (
+        lambda f: f,
+        lambda f: jax.grad(f, argnums=(0, 1)),
+        lambda f: jax.hessian(f, argnums=1),
+        lambda f: lambda w, x: jax.vmap(f, in_axes=(None, 0))(w, x[:, None]),
+    ):
+        for a, b in zip(
+            *map(jax.tree.leaves, (wrap(loss)(*args), wrap(plain)(*args))), strict=True
+        ):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_what_may_be_rebuilt_early_counts_beside_the_last_derivatives():
+    """XLA:CPU took 6.3 GB for a plan of GPT-12 that was predicted at 4.4 without this."""
+    graph = _build.trace(tied, arguments(2048, 64, 256, 3, (8, 128)), target("cpu"))
+    assert graph.early
+    logits = products(graph)[-1].index
+    middle = products(graph)[4].index
+    kept = frozenset(t for e in graph.equations[middle : logits - 1] for t in e.keeps)
+    inside = Segment(0, middle), Segment(middle, logits, save=kept)
+    schedule = Segment(0, logits, inside=inside), Segment(logits, len(graph.equations), plain=True)
+    peak = simulate(graph, schedule).peak_bytes
+    late = simulate(dataclasses.replace(graph, early=False), schedule).peak_bytes
+    assert late < peak <= late + sum(graph.tensors[t].bytes for t in kept)
+
+
+@pytest.mark.parametrize("regions", [False, True])
+def test_the_gradient_of_a_tied_argument_is_there_before_the_backward_pass_goes_on(regions):
+    args = arguments()
+    front = remat_kit.frontier(tied, *args)
+    n = len(front.graph.equations)
+    last = products(front.graph)[-1].index - 1  # the transpose of the table
+    schedule = Segment(0, last), Segment(last, n, plain=not regions)
+    planned = remat_kit.policy(_frontier.policy_of(front.graph, schedule))(tied)
+    gradient = jax.make_jaxpr(jax.grad(planned))(*args)
+    shape = args[0][0].shape
+
+    def terms(jaxpr):
+        """The products that make a gradient of the table, and the barriers that take it in."""
+        made, taken = set(), set()
+        for eqn in jaxpr.eqns:
+            for inner in jec.jaxprs_in_params(eqn.params):
+                a, b = terms(inner)
+                made, taken = made | a, taken | b
+            if eqn.primitive.name in ("dot_general", "transpose", "remat2", "checkpoint"):
+                made |= {v for v in eqn.outvars if v.aval.shape == shape}
+            if eqn.primitive.name == "optimization_barrier":
+                taken |= {v for v in eqn.invars if v in made}
+        return made, taken
+
+    assert terms(gradient.jaxpr)[1]
+
+
+def test_the_loss_of_a_model_on_a_tpu_is_one_stretch():
+    """Of a cut through it the cotangent of the logits would be written once more, for nothing."""
+    args = arguments(16384, 512, 2048, 4, (16, 1024))
+    front = remat_kit.frontier(tied, *args, target="tpu-v5e")
+    room = (front.points[0].predicted_peak_bytes + front.plain.predicted_peak_bytes) / 2
+    fitting = [p for p in front.points if p.predicted_peak_bytes <= room]
+    assert min(p.extra_flops_fraction for p in fitting) < 0.25  # through the loss: 0.75
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not target("tpu-v5e").available, reason="needs libtpu")
+def test_predictions_of_unrolled_layers_on_a_tpu_are_what_its_compiler_says():
+    args = arguments(16384, 512, 2048, 4, (16, 1024))
+    front = remat_kit.frontier(tied, *args, target="tpu-v5e")
+    points = front.points
+    for point in (points[-1], points[len(points) // 2], points[0]):
+        planned = remat_kit.policy(front.policy(point))(tied)
+        compiled = remat_kit.measure(planned, *args, target="tpu-v5e")
+        # Too high where much is kept in pairs of sums: some of them are in a memory of their own.
+        assert 0.97 < point.predicted_peak_bytes / compiled.peak_bytes < 1.06

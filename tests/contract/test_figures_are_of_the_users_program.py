@@ -1,0 +1,283 @@
+"""What `measure` says of a step is what its own compiled program says, or it is refused.
+
+A jitted step knows more than its function: what it donates, which arguments are static, and with
+NNX which of them it changes. Every way to write a step down is compared with the compiler's answer
+for the very same object. What is split over several devices is another program, and refused.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import remat_kit
+from remat_kit import testing
+from remat_kit._program import gradient as _gradient
+
+ADAM = optax.adamw(1e-3)
+
+
+def figures_of(compiled):
+    stats = compiled.memory_analysis()
+    return (
+        stats.argument_size_in_bytes,
+        stats.output_size_in_bytes,
+        stats.alias_size_in_bytes,
+        stats.temp_size_in_bytes,
+    )
+
+
+def measured(fn, *args, **how):
+    memory = remat_kit.measure(fn, *args, argnums=None, **how)
+    return memory.argument_bytes, memory.output_bytes, memory.alias_bytes, memory.temp_bytes
+
+
+def loss(params, x, width=0, kind="tanh"):
+    h = getattr(jnp, kind)(x @ params["a"])
+    return jnp.mean((h @ params["b"])[:, width:] ** 2)
+
+
+def step(params, state, x, width=0, kind="tanh"):
+    value, gradient = jax.value_and_grad(loss)(params, x, width, kind)
+    updates, state = ADAM.update(gradient, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+
+PARAMS = {"a": jnp.ones((48, 96)), "b": jnp.ones((96, 16))}
+ARGS = PARAMS, ADAM.init(PARAMS), jnp.ones((160, 48))
+
+# How a step is jitted, and with what else it is called.
+JITTED = {
+    "jitted": (jax.jit(step), ()),
+    "donated": (jax.jit(step, donate_argnums=(0, 1)), ()),
+    "donated by name": (jax.jit(step, donate_argnames=("state", "params")), ()),
+    "partly donated": (jax.jit(step, donate_argnums=1), ()),
+    "static": (jax.jit(step, static_argnums=(3, 4), donate_argnums=0), (4, "sin")),
+    "static by name": (jax.jit(step, static_argnames=("kind", "width")), (3, "cos")),
+    "unused kept": (jax.jit(lambda p, s, x, n: step(p, s, x), keep_unused=True), (jnp.ones(999),)),
+    "on one device": (
+        jax.jit(step, out_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0])),
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", JITTED)
+def test_jitted_steps(how):
+    fn, more = JITTED[how]
+    theirs = figures_of(fn.lower(*ARGS, *more).compile())
+    assert measured(fn, *ARGS, *more) == theirs
+    assert measured(fn, *_gradient.abstract(ARGS), *more) == theirs
+    assert ("donated" in how or how == "static") == bool(theirs[2])
+
+
+def test_bound_arguments_and_functions_around_a_jitted_one():
+    jitted = jax.jit(step, donate_argnums=(0, 1), static_argnames="kind")
+    theirs = figures_of(jitted.lower(*ARGS, kind="sin").compile())
+    params, state, x = ARGS
+
+    @functools.wraps(jitted)
+    def around(*args):
+        return jitted(*args, kind="sin")
+
+    class Trainer:
+        @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+        def step(self, params, state, x):
+            return step(params, state, x, kind="sin")
+
+    assert measured(functools.partial(jitted, kind="sin"), *ARGS) == theirs
+    assert measured(functools.partial(jitted, params, kind="sin"), state, x) == theirs
+    assert measured(around, *ARGS) == theirs
+    other_order = measured(lambda s, x, p: jitted(p, s, x, kind="sin"), state, x, params)
+    assert other_order[:3] == theirs[:3]
+    assert measured(Trainer().step, *ARGS) == theirs
+
+
+def test_local_runs_what_it_compiles():
+    fn, more = JITTED["static"]
+    memory = remat_kit.measure(fn, *ARGS, *more, argnums=None, target="local")
+    assert memory.alias_bytes > 0
+    assert memory.step_seconds > 0
+    assert not PARAMS["a"].is_deleted()
+
+
+def test_what_is_donated_is_said_once():
+    donating = jax.jit(step, donate_argnums=0)
+    assert measured(donating, *ARGS, donate_argnums=0) == measured(donating, *ARGS)
+    told = measured(jax.jit(step), *ARGS, donate_argnums=(0, 1))
+    assert told == figures_of(JITTED["donated"][0].lower(*ARGS).compile())
+    with pytest.raises(remat_kit.UserError, match=r"says itself what it donates: \(0,\)"):
+        measured(donating, *ARGS, donate_argnums=1)
+
+
+# -- NNX ------------------------------------------------------------------------------------
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.a = nnx.Linear(48, 96, rngs=rngs)
+        self.b = nnx.Linear(96, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(96, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.b(self.drop(self.norm(jnp.tanh(self.a(x)))))
+
+
+def nnx_step(net, optimizer, metrics, x):
+    value, gradient = nnx.value_and_grad(lambda net: jnp.mean(net(x) ** 2))(net)
+    optimizer.update(net, gradient)
+    metrics.update(values=value)
+
+
+def nnx_args():
+    net = Net(nnx.Rngs(0))
+    return net, nnx.Optimizer(net, ADAM, wrt=nnx.Param), nnx.metrics.Average(), ARGS[2]
+
+
+@pytest.mark.parametrize("donated", [(), (0, 1)])
+def test_steps_of_nnx_keep_their_mutations(donated):
+    args = nnx_args()
+    jitted = nnx.jit(nnx_step, donate_argnums=donated)
+    theirs = figures_of(jitted.lower(*args).compile().compiled)
+    weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(args[:2], nnx.Param)))
+    assert theirs[1] > weights  # the updated parameters are results
+    assert measured(jitted, *args) == theirs
+    assert measured(nnx_step, *args, donate_argnums=donated) == theirs
+    assert measured(jitted, *nnx.eval_shape(nnx_args)) == theirs
+    assert int(args[1].step[...]) == 0  # nothing was run
+
+
+def test_local_leaves_the_state_of_nnx_alone():
+    args = nnx_args()
+    memory = remat_kit.measure(
+        nnx.jit(nnx_step, donate_argnums=0), *args, argnums=None, target="local"
+    )
+    assert memory.step_seconds > 0
+    assert int(args[1].step[...]) == 0
+    assert jnp.isfinite(args[0].a.kernel[...]).all()
+
+
+# -- several devices ------------------------------------------------------------------------
+
+
+def mesh_of(*sizes):
+    return AbstractMesh(sizes, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+MESH = mesh_of(2, 4)
+
+
+def split(spec, mesh=MESH):
+    return jax.ShapeDtypeStruct((160, 48), jnp.float32, sharding=NamedSharding(mesh, spec))
+
+
+def build(x):
+    return lambda batch: (loss, (PARAMS, x))
+
+
+CALLS = {
+    "measure": lambda f, p, x: remat_kit.measure(f, p, x),
+    "measure on local": lambda f, p, x: remat_kit.measure(f, p, x, target="local"),
+    "measure a step": lambda f, p, x: remat_kit.measure(f, p, x, argnums=None),
+    "measure a jitted step": lambda f, p, x: remat_kit.measure(jax.jit(f), p, x, argnums=None),
+    "measure a training step": lambda f, p, x: remat_kit.measure(f, p, x, optimizer=ADAM),
+    "inspect": lambda f, p, x: remat_kit.inspect(f, p, x),
+    "diff": lambda f, p, x: remat_kit.diff(f, f, p, x),
+    "plan": lambda f, p, x: remat_kit.plan(f, p, x, budget="min"),
+    "frontier": lambda f, p, x: remat_kit.frontier(f, p, x),
+    "estimate": lambda f, p, x: remat_kit.estimate(f, p, x, checkpoints=["h"]),
+    "fit": lambda f, p, x: remat_kit.fit(lambda batch: (f, (p, x)), batches=[8]),
+    "max_batch": lambda f, p, x: remat_kit.max_batch(lambda batch: (f, (p, x))),
+    "assert_fits": lambda f, p, x: testing.assert_fits(f, p, x, target="cpu"),
+    "assert_peak_at_most": lambda f, p, x: testing.assert_peak_at_most(
+        f, p, x, target="cpu", peak="1GiB"
+    ),
+    "assert_equivalent": lambda f, p, x: testing.assert_equivalent(f, f, p, x),
+    "memory_baseline": lambda f, p, x: testing.MemoryBaseline(Path("no.json")).check(f, p, x),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_split_arguments_and_functions_are_refused(call):
+    def constrained(params, x):
+        return loss(params, jax.lax.with_sharding_constraint(x, split(P("data")).sharding))
+
+    faults = {
+        "rows": (loss, PARAMS, split(P("data"))),
+        "both": (loss, PARAMS, split(P("data", "model"))),
+        "a leaf": (loss, {**PARAMS, "b": split(P(None, "model"))}, ARGS[2]),
+        "a constraint": (constrained, PARAMS, ARGS[2]),
+    }
+    for name, given in faults.items():
+        with pytest.raises(remat_kit.UserError, match=r"partitioned over 8 devices") as caught:
+            CALLS[call](*given)
+        assert len(caught.value.message.splitlines()) == 1, name
+        assert caught.value.hint
+
+
+def test_a_copy_on_each_device_is_an_argument_like_another():
+    whole = [split(P()), split(P("data"), mesh_of(1, 4))]
+    for x in whole:
+        assert remat_kit.measure(loss, PARAMS, x).peak_bytes == (
+            remat_kit.measure(loss, PARAMS, ARGS[2]).peak_bytes
+        )
+
+
+def test_meshes_of_this_process_are_refused():
+    code = """
+import jax, jax.numpy as jnp, numpy as np, remat_kit
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()), "d")
+rows, x = NamedSharding(mesh, P("d")), jnp.ones((8, 8))
+loss = lambda x: jnp.sum(jnp.sin(x @ x))
+total = lambda x: jax.lax.psum(jnp.sum(x), "d")
+mapped = jax.shard_map(total, mesh=mesh, in_specs=P("d"), out_specs=P())
+there = jax.device_put(x, rows)
+faults = {
+    "argument": (loss, there),
+    "jit": (jax.jit(loss, in_shardings=rows), x),
+    "results": (lambda x: jnp.sum(jax.jit(jnp.sin, out_shardings=rows)(x)), x),
+    "shard_map": (mapped, x),
+    "closure": (lambda x: loss(x + there), x),
+    "loop": (lambda x: jax.lax.scan(lambda c, y: (c + mapped(x), None), 0.0, x)[0], x),
+}
+calls = {
+    "measure": remat_kit.measure,
+    "step": lambda *a: remat_kit.measure(*a, argnums=None),
+    "local": lambda *a: remat_kit.measure(*a, argnums=None, target="local"),
+    "inspect": remat_kit.inspect,
+    "frontier": remat_kit.frontier,
+}
+def tried(name, call):
+    try:
+        call()
+        print(name, "was not refused")
+    except remat_kit.UserError as error:
+        assert "partitioned over 4 devices" in str(error) or "over 4 devices" in str(error), error
+for fault, given in faults.items():
+    for name, call in calls.items():
+        tried(f"{fault} {name}", lambda: call(*given))
+with jax.set_mesh(mesh):
+    for name, call in calls.items():
+        tried(f"set_mesh {name}", lambda: call(loss, x))
+print("done")
+"""
+    flags = "--xla_force_host_platform_device_count=4"
+    environment = {"XLA_FLAGS": flags, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "done\n", done.stdout + done.stderr

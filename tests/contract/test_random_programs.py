@@ -1,0 +1,71 @@
+"""Random programs under random policies are what they are undecorated.
+
+    pytest tests/contract                                              a hundred examples
+    REMAT_KIT_EXAMPLES=2000 pytest tests/contract                      two thousand
+    REMAT_KIT_SEED=5 REMAT_KIT_EXAMPLES=2000 pytest tests/contract     two thousand others
+
+The examples are the same in every run unless a seed is given. A failing example prints as a `Case`
+that can be pasted into ``test_counterexamples.py``.
+"""
+
+import os
+
+import pytest
+import strategies
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from hypothesis.internal.conjecture.providers import HypothesisProvider
+
+EXAMPLES = int(os.environ.get("REMAT_KIT_EXAMPLES", "100"))
+SEED = os.environ.get("REMAT_KIT_SEED", "0")
+
+# What is done, in which way it runs, and the share of the examples.
+GROUPS = {
+    "value": (("value", "unrelated jvp"), ("traced", "traced", "vmap", "eager"), 0.15),
+    "gradient": (
+        ("gradient", "gradient of one", "pullback", "accumulated", "over a loop", "trained"),
+        ("traced", "traced", "vmap"),
+        0.40,
+    ),
+    "jvp": (("jvp", "jvp of one", "linearized"), ("traced", "vmap"), 0.15),
+    "second order": (
+        ("gradient of gradient", "mixed", "jvp of gradient", "gradient of jvp"),
+        ("traced", "traced", "vmap"),
+        0.20,
+    ),
+    "compiled": (
+        ("gradient", "pullback", "accumulated", "over a loop", "jvp", "mixed"),
+        ("jit", "eager"),
+        0.08,
+    ),
+    "planned": (("gradient", "gradient of one", "mixed", "value"), ("traced",), 0.02),
+}
+
+
+def test_the_shares_add_up():
+    assert sum(share for *_, share in GROUPS.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # a policy need not fit a random program
+def test_random_programs(group, monkeypatch):
+    # Hypothesis also draws numbers that stand in the source of imported modules, so the examples
+    # would depend on the tests that ran before.
+    monkeypatch.setattr(
+        HypothesisProvider, "_maybe_draw_constant", lambda *_, **__: None, raising=False
+    )
+    transforms, modes, share = GROUPS[group]
+    how = strategies.plans if group == "planned" else strategies.applications
+
+    @settings(
+        max_examples=max(1, round(EXAMPLES * share)),
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+    @given(strategies.cases(transforms, modes, how))
+    def check(case):
+        assume(case.check())
+
+    seed(f"{group} {SEED}")(check)()
