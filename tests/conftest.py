@@ -26,6 +26,7 @@ os.environ["REMAT_KIT_CACHE"] = os.environ[_SHARED]
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+import same_examples  # noqa: E402, F401
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -13,7 +13,6 @@ import os
 import pytest
 import strategies
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
-from hypothesis.internal.conjecture.providers import HypothesisProvider
 
 EXAMPLES = int(os.environ.get("REMAT_KIT_EXAMPLES", "100"))
 SEED = os.environ.get("REMAT_KIT_SEED", "0")
@@ -47,12 +46,7 @@ def test_the_shares_add_up():
 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # a policy need not fit a random program
-def test_random_programs(group, monkeypatch):
-    # Hypothesis also draws numbers that stand in the source of imported modules, so the examples
-    # would depend on the tests that ran before.
-    monkeypatch.setattr(
-        HypothesisProvider, "_maybe_draw_constant", lambda *_, **__: None, raising=False
-    )
+def test_random_programs(group):
     transforms, modes, share = GROUPS[group]
     how = strategies.plans if group == "planned" else strategies.applications
 
