@@ -385,7 +385,7 @@ def test_linen_keeping_products(name):
 @pytest.mark.parametrize("name", sample(LINEN, ("variables, sow",)))
 def test_linen_at(name, jit):
     case = LINEN[name]
-    # Linen's names of the modules are inside the region of `nn.remat`, which ``at=`` does not enter.
+    # The names of the modules are inside the region of `nn.remat`, which ``at=`` does not enter.
     refused = pytest.raises(remat_kit.PolicyError, match="lies inside a checkpoint region")
     with refused if name in ("in remat", "around remat") else contextlib.nullcontext():
         check(functools.partial(linen_net, case), case, None, "**/layer", jit)
