@@ -1205,7 +1205,13 @@ MEMORY_FIELDS = (
 # cotangents. Seen on 0.10.2, 0.12.
 
 
-def barrier(*, on_cpus: bool, elsewhere: bool, backward_only: bool = False) -> Any:
+def lowering_platforms(backends: Sequence[str]) -> list[str]:
+    """Return what lowering rules call these compilers: ``gpu`` stands for all kinds of GPUs."""
+    return ["gpu" if backend == "cuda" else backend for backend in backends]
+
+
+def barrier(platforms: Sequence[str], *, backward_only: bool = False) -> Any:
+    """Return a barrier for these compilers; for all others, it is the identity."""
     # Tangents have a barrier of their own, which lets go of those that nothing reads: their
     # cotangents are zeros, for which no backward rule is to be called. What the primal program
     # computes stays tied together even where a part of it is not read.
@@ -1252,8 +1258,9 @@ def barrier(*, on_cpus: bool, elsewhere: bool, backward_only: bool = False) -> A
         batching.primitive_batchers[each] = functools.partial(_batched_alike, each)
         ad.primitive_jvps[each] = jvp
         ad.primitive_transposes[each] = transpose
-        mlir.register_lowering(each, there if elsewhere else none)
-        mlir.register_lowering(each, there if on_cpus else none, platform="cpu")
+        mlir.register_lowering(each, none)
+        for platform in lowering_platforms(platforms):
+            mlir.register_lowering(each, there, platform)
     partial_eval.dce_rules[linear] = dce
     return functools.partial(behind, primitive)
 

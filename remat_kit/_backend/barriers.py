@@ -13,27 +13,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from remat_kit._backend import facts as _facts
 from remat_kit._jax import barrier
 
-# Used when the derivative is taken. XLA's CPU compiler does not need this barrier and would use a
-# little more memory with it.
-together = barrier(on_cpus=False, elsewhere=True)
-
-
-together_backward = barrier(on_cpus=False, elsewhere=True, backward_only=True)
-
-
-# XLA's CPU compiler computes the same array in several fusions; this barrier prevents that.
-together_on_cpus = barrier(on_cpus=True, elsewhere=False)
-
-
-# For every platform. We do not use JAX's own barrier here because JAX cannot transpose it where
-# only some of the values have tangents.
-apart = barrier(on_cpus=True, elsewhere=True)
-
-
-# A barrier with `backward_only` acts on the cotangents only and leaves the forward pass alone.
-apart_backward = barrier(on_cpus=True, elsewhere=True, backward_only=True)
+# Each barrier stands for the compilers of one fact. XLA's CPU compiler, for example, does not need
+# `together` and would use a little more memory with it. We do not use JAX's own barrier because JAX
+# cannot transpose it where only some of the values have tangents. A barrier with `backward_only`
+# acts on the cotangents and leaves the forward pass alone.
+together = barrier(_facts.FUSES_GRADIENT_SUMS.backends)
+together_backward = barrier(_facts.FUSES_GRADIENT_SUMS.backends, backward_only=True)
+apart = barrier(_facts.FUSES_SUMS_INTO_READERS.backends)
+apart_backward = barrier(_facts.FUSES_SUMS_INTO_READERS.backends, backward_only=True)
+once = barrier(_facts.COMPUTES_RESULTS_AGAIN.backends)
+kernel_first = barrier(_facts.DELAYS_KERNEL_GRADIENTS.backends)
 
 
 def materialized(values: dict[Any, Any], stacked: bool) -> dict[Any, Any]:
@@ -57,7 +49,7 @@ def computed_once(values: dict[Any, Any]) -> dict[Any, Any]:
     that, the plan of ResNet-50 with the lowest peak took 196 MiB more (jax 0.12). GPUs do not need
     this barrier.
     """
-    return _behind(together_on_cpus, values)
+    return _behind(once, values)
 
 
 def waiting_for_gradients(values: dict[Any, Any], stacked: bool) -> dict[Any, Any]:

@@ -1,12 +1,9 @@
 """Predict which arrays a compiler writes to memory, and at what precision.
 
 A compiler fuses operations: an array that only one fusion reads exists in registers and takes no
-memory. The compilers differ. XLA's CPU compiler writes an array to memory if two fusions would
-both compute it. On GPUs, cheap operations are computed inside every elementwise operation or
-reduction that reads them; on TPUs, they are computed inside matrix products too. `layout` predicts
-this for each array of the forward pass. The rules describe programs compiled with jax 0.10.2 to
-0.12; `tests/backend/test_fusion.py` and ``benchmarks/results/planner_*`` compare them with the
-compilers.
+memory. The compilers differ, and module `facts` says how. `layout` predicts for each array of the
+forward pass whether it is written. `tests/backend/test_fusion.py` and
+``benchmarks/results/planner_*`` compare its predictions with the compilers.
 """
 
 from __future__ import annotations
@@ -82,23 +79,26 @@ class Layout:
     flowing: list[bool]
 
 
-def layout(flow: FusionFlow, platform: str, stacked: bool) -> Layout:
-    """Predict which arrays of a program the compiler for ``platform`` writes to memory.
+def layout(flow: FusionFlow, *, writes_shared: bool, into_products: bool, rounds: bool) -> Layout:
+    """Predict which arrays of a program a compiler writes to memory.
 
-    ``stacked`` says that the program is the body of a scan.
+    Args:
+        flow: the program.
+        writes_shared: whether the compiler writes an array that two fusions would both compute.
+        into_products: whether it computes elementwise operations inside of the products that read
+            their results.
+        rounds: whether products round float32 operands to half precision.
     """
     fusible = [is_fusible(e) for e in flow.eqns]
-    # `merging` marks the operations that the compiler fuses others into. What one iteration of a
-    # scan saves is written to memory as it is.
+    # `merging` marks the operations that the compiler fuses others into.
     merging = [
-        f or (platform == "tpu" and not stacked and e.primitive.name == "dot_general")
+        f or (into_products and e.primitive.name == "dot_general")
         for f, e in zip(fusible, flow.eqns, strict=True)
     ]
-    # XLA's CPU compiler writes an array to memory if two fusions would both compute it.
     writing = {
         t
         for i, tensors in enumerate(flow.needs)
-        if platform == "cpu" or not merging[i]
+        if writes_shared or not merging[i]
         for t in tensors
     }
     written = [
@@ -110,7 +110,7 @@ def layout(flow: FusionFlow, platform: str, stacked: bool) -> Layout:
         )
         for t, producer in enumerate(flow.producers)
     ]
-    halved = _rounded(flow) if platform == "tpu" else set[int]()
+    halved = _rounded(flow) if rounds else set[int]()
     flowing = [w and t in flow.active for t, w in enumerate(written)]
     if merging != fusible:
         for t, source in _ends(flow, written, halved):

@@ -13,7 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from remat_kit._backend.barriers import together_on_cpus
+from remat_kit import _jax
+from remat_kit._backend import facts as _facts
+from remat_kit._backend.barriers import kernel_first
+from remat_kit._backend.facts import Fact
 from remat_kit._jax import ad, ad_util, batching, core, dispatch, mlir, rule_of, windowed_reductions
 
 # The derivative of a maximum over windows is a select-and-scatter, which XLA's GPU compiler does
@@ -79,13 +82,26 @@ def _like(primitive: Any) -> Any:
     return made
 
 
+def saved_places(eqn: Any) -> int:
+    """Return the bytes that the derivative of a maximum over windows saves on a CPU.
+
+    For each window, the derivative saves the position of the maximum in one byte. For large windows
+    it saves an index for each dimension instead.
+    """
+    if eqn.primitive.name not in ("reduce_window_max", "reduce_window_min"):
+        return 0
+    window = eqn.params["window_dimensions"]
+    one = 1 if math.prod(window) <= LARGE_WINDOW else 4 * len(window)
+    return math.prod(eqn.outvars[0].aval.shape) * one
+
+
 def relu_by_output(eqn: Any) -> Any:
     """Rewrite a `jax.nn.relu` so that its derivative reads the output rather than the input.
 
     The derivative in JAX asks whether the input is positive. If a region that follows reads the
-    output, XLA's CPU compiler then saves the input as well: the stack in
-    `tests/planner/test_plan.py` takes 21 MiB instead of 15 MiB (jax 0.12). Other equations are
-    returned unchanged. Values and derivatives are bitwise the same.
+    output, compilers then save the input as well (`facts.READS_THE_INPUT_OF_RELU`): on a CPU, the
+    stack in `tests/planner/test_plan.py` takes 21 MiB instead of 15 MiB (jax 0.12). Other equations
+    are returned unchanged. Values and derivatives are bitwise the same.
 
     `rule_of` finds the rule of `jax.nn.relu` on jax 0.10.2 and 0.12.
     """
@@ -214,7 +230,7 @@ def _both_transpose(
     if given[1]:
         found[1] = _conv_transpose(ct, x, dkernel, **params)[1]
     if all(given):
-        kernel, found[1] = together_on_cpus([kernel, found[1]])
+        kernel, found[1] = kernel_first([kernel, found[1]])
     if given[0]:
         found[0] = ad.primitive_transposes[_CONV](ct, dx, kernel, **params)[0]
     return found
@@ -401,10 +417,11 @@ ad.primitive_transposes[_scatter_p] = ad.primitive_transposes[
 ]
 
 
-def _lower(primitive: Any, function: Any, platform: str | None = None) -> None:
-    mlir.register_lowering(
-        primitive, mlir.lower_fun(function, multiple_results=False), platform=platform
-    )
+def _lower(primitive: Any, function: Any, fact: Fact | None = None) -> None:
+    """Lower a primitive to a function, on the compilers of a fact or else on all of them."""
+    rule = mlir.lower_fun(function, multiple_results=False)
+    for platform in [None] if fact is None else _jax.lowering_platforms(fact.backends):
+        mlir.register_lowering(primitive, rule, platform=platform)
 
 
 _lower(_gather_p, windowed_reductions.select_and_gather_add_p.bind)
@@ -413,10 +430,10 @@ _lower(_gather_p, windowed_reductions.select_and_gather_add_p.bind)
 _lower(_scatter_p, windowed_reductions.select_and_scatter_add_p.bind)
 
 
-_lower(_scatter_p, _late_scatter, "gpu")
+_lower(_scatter_p, _late_scatter, _facts.SCATTERS_WINDOW_GRADIENTS)
 
 
-_lower(_scatter_p, _by_place, "cpu")
+_lower(_scatter_p, _by_place, _facts.INDEXES_WINDOWS)
 
 
 _lower(_conv_p, _CONV.bind)
@@ -428,4 +445,4 @@ _lower(_both_p, _both)
 _lower(_after_p, lambda x, y: x)
 
 
-_lower(_after_p, _after, "cpu")
+_lower(_after_p, _after, _facts.COPIES_CONVOLUTION_INPUTS_EARLY)

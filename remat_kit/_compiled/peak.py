@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from remat_kit._backend.interface import Backend
 from remat_kit._compiled import liveness as _liveness
 from remat_kit._compiled.duplicates import module_and_primitive
 from remat_kit._compiled.hlo import MARK, HloModule, Instruction, is_xla_remat
@@ -329,7 +330,7 @@ def anatomy(
         compiler_bytes: the peak that the compiler reports, in bytes; shown next to the walk's.
         platform: ``cpu``, ``cuda`` or ``tpu``.
     """
-    schedule = _liveness.schedule(program, reuses_outputs=platform != "tpu")
+    schedule = _liveness.schedule(program, reuses_outputs=Backend(platform).reuses_outputs)
     found = origins(program)
     step = schedule.peak_step
     running = running_phases(schedule, found)

@@ -38,10 +38,9 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 
 from remat_kit import _jax
-from remat_kit._backend import fusion as _fusion
-from remat_kit._backend.cpu import window_place_bytes
+from remat_kit._backend import facts as _facts
 from remat_kit._backend.fusion import FusionFlow
-from remat_kit._backend.interface import Chip
+from remat_kit._backend.interface import Backend, Chip
 from remat_kit._errors import UserError
 from remat_kit._planner.derivative import OperationDerivative, derivative_of
 from remat_kit._planner.graph import CostGraph, Equation, Loop, Tensor
@@ -49,7 +48,7 @@ from remat_kit._program import ops as _ops
 from remat_kit._program import program as _program
 from remat_kit._program import taken as _taken
 from remat_kit._program.gradient import Argnums, abstract, gradient_program
-from remat_kit._program.ops import is_fusible, is_rounding, is_view, reduces
+from remat_kit._program.ops import is_fusible, is_view, reduces
 from remat_kit._program.program import Program, flat_program
 
 # -- tracing --------------------------------------------------------------------------------------
@@ -124,6 +123,7 @@ class _Builder:
     def __init__(self, program: Program, chip: Chip, stacked: bool):
         self.program = program
         self.chip = chip
+        self.backend = Backend(chip.platform)
         self.stacked = stacked
         self.index: dict[Any, int] = {}  # variable -> tensor
         self.made: list[tuple[Any, int, int]] = []  # aval, producer, position
@@ -187,7 +187,7 @@ class _Builder:
         ]
         avals, producers, positions = zip(*self.made, strict=True) if self.made else ((), (), ())
         flow = FusionFlow(eqns, reads, makes, needs, avals, producers, reached, outputs)
-        found = _fusion.layout(flow, self.chip.platform, self.stacked)
+        found = self.backend.layout(flow, self.stacked)
         constant: set[int] = set()
         for i, inputs in enumerate(reads):
             if makes[i] and all(t in constant for t in inputs) and not _jax.has_effects(eqns[i]):
@@ -230,8 +230,8 @@ class _Builder:
             tuple(outputs),
             self.program,
             self.stacked,
-            reuses=self.chip.platform != "tpu",
-            early=self.chip.platform == "cpu" and not self.stacked,
+            reuses=self.backend.reuses_outputs,
+            early=self.backend.recomputes_regions_early and not self.stacked,
         )
 
     def assumed(self, equations: Sequence[Equation]) -> Iterator[Equation]:
@@ -311,7 +311,8 @@ class _Builder:
             seconds = max([seconds, *(b.forward_seconds for b in branches)])
             if rule is not None:
                 backward_seconds = max([backward_seconds, *(b.backward_seconds for b in branches)])
-        places = window_place_bytes(eqn) if rule and self.chip.platform == "cpu" else 0
+        places = self.backend.extra_residual_bytes(eqn) if rule else 0
+        made = rule.made_bytes if rule and self.backend.stores_made(eqn) else 0
         return Equation(
             index=i,
             primitive=_program.primitive_name(eqn),
@@ -321,27 +322,20 @@ class _Builder:
             needs=needs,
             keeps=() if places else keeps,
             made_bytes=(rule.made_bytes if rule else 0) + places,
-            made_in_memory=self.made_in_memory(eqn, rule) + places,
+            made_in_memory=made + places,
             flops=flops,
             seconds=seconds,
             backward_flops=rule.flops if rule else 0.0,
             backward_seconds=backward_seconds,
             working_bytes=self.working_bytes(eqn, rule) if rule and loop is None else 0,
-            rounds=self.chip.platform == "tpu" and is_rounding(eqn),
+            rounds=self.backend.rounds(eqn),
             loop=loop,
             unknown=tuple(e.primitive.name for e in _ops.unknown_costs(eqn)),
         )
 
     def working_bytes(self, eqn: Any, rule: OperationDerivative) -> int:
-        copied = self.chip.platform == "cpu" and eqn.primitive.name == "conv_general_dilated"
-        if copied and rule.mask[1]:  # XLA:CPU transposes the input for the kernel's gradient
-            return rule.working_bytes + _ops.nbytes(eqn.invars[0].aval)
-        return rule.working_bytes
-
-    def made_in_memory(self, eqn: Any, rule: OperationDerivative | None) -> int:
-        if rule is None or (self.chip.platform != "cpu" and is_fusible(eqn)):
-            return 0
-        return rule.made_bytes
+        by_kernel = any(rule.mask[1:2])
+        return rule.working_bytes + self.backend.copied_bytes(eqn, by_kernel)
 
     def seconds(self, eqn: Any, flops: float, traffic: float) -> float:
         moving = traffic / self.chip.bandwidth_bytes_per_second
@@ -386,6 +380,7 @@ class _Builder:
         sizes = [_ops.nbytes(v.aval) for v in eqn.invars[consts:]]
         carried = [i for i in range(carry) if rule.active[i]]
         in_turn = range(carry, len(given))
+        copies = self.backend.has(_facts.COPIES_STACKED_INPUTS)
         return Loop(
             graph,
             int(eqn.params["length"]),
@@ -393,8 +388,8 @@ class _Builder:
             tuple(graph.outputs[i] for i in carried),
             rule.made_bytes,
             sum(sizes[i] for i in in_turn if rule.mask[consts + i]),
-            sum(sizes[i] // 2 for i in in_turn if graph.rounded(given[i])),
-            self.chip.platform == "cpu",
+            sum(sizes[i] // 2 for i in in_turn if copies and graph.rounded(given[i])),
+            self.backend.makes_zeros_first,
         )
 
 

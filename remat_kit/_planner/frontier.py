@@ -48,6 +48,7 @@ from typing import Any
 import jax
 
 from remat_kit import _files, _frames
+from remat_kit._backend.interface import Backend
 from remat_kit._chip.target import Target
 from remat_kit._chip.target import target as find_target
 from remat_kit._errors import UserError, unknown
@@ -288,7 +289,7 @@ def search_frontier(
     begun = time.perf_counter()
     if objective not in OBJECTIVES:
         raise unknown("objective", objective, OBJECTIVES, call=f"{call}(..., objective=...)")
-    if offload and chip.platform == "cpu":
+    if offload and Backend(chip.platform).has_one_memory:
         raise UserError(
             f"`{call}(..., offload=True, target={chip.name!r})`: a CPU's memory is the host's "
             "memory, so there is nowhere to move an array to",

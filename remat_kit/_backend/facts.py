@@ -1,0 +1,193 @@
+"""What each compiler does to a program that the planner must know, one `Fact` each.
+
+The smallest program that shows a fact is the function with its name in `tests/probes/probes.py`.
+``pytest tests/probes`` compiles these programs, so that a release of a compiler that changes a fact
+is a test that fails with its name. ``benchmarks/results/compiler_facts.md`` has the answers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+RELEASES = ("0.10.2", "0.12.0.1")  # of JAX, oldest first, for which the probes have been compiled
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fact:
+    """One thing that some compilers do to a program.
+
+    Attributes:
+        name: a short name, with underscores.
+        sentence: what the compiler does, and what follows from it for us.
+        seen: the compilers to which the fact applies (``cpu``, ``cuda``, ``tpu``), each with the
+            `RELEASES` on which its probe shows the fact. A compiler without releases is one on
+            which no probe has shown it yet, though the package counts on it there.
+    """
+
+    name: str
+    sentence: str
+    seen: Mapping[str, tuple[str, ...]]
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The compilers to which the fact applies."""
+        return tuple(self.seen)
+
+
+def facts() -> Iterator[Fact]:
+    """Yield all facts, in the order of this module."""
+    yield from (value for value in globals().values() if isinstance(value, Fact))
+
+
+_NEW = RELEASES[-1:]
+_UNSEEN: tuple[str, ...] = ()
+
+
+# -- which arrays are written to memory -----------------------------------------------------------
+
+WRITES_WHAT_TWO_FUSIONS_READ = Fact(
+    "writes_what_two_fusions_read",
+    "If two fusions would both compute an array, the compiler writes it to memory, so whatever a "
+    "derivative reads takes its bytes; other compilers compute cheap operations in each fusion.",
+    {"cpu": RELEASES},
+)
+
+FUSES_INTO_PRODUCTS = Fact(
+    "fuses_into_products",
+    "Elementwise operations are computed inside the matrix products that read them, so an operand "
+    "of a product and the cotangent of a product's result may take no memory.",
+    {"tpu": RELEASES},
+)
+
+ROUNDS_PRODUCTS = Fact(
+    "rounds_products",
+    "Matrix products round float32 operands to bfloat16 by default, and an array that only such "
+    "products read is stored in bfloat16, so it takes half of its bytes.",
+    {"tpu": RELEASES},
+)
+
+COPIES_STACKED_INPUTS = Fact(
+    "copies_stacked_inputs",
+    "A stacked input of a scan that only such products read is copied to bfloat16 before the first "
+    "iteration, and the copy is live until the last one.",
+    {"tpu": RELEASES},
+)
+
+COPIES_CONVOLUTION_INPUTS = Fact(
+    "copies_convolution_inputs",
+    "The gradient of a convolution's kernel reads a transposed copy of the convolution's input, "
+    "whose bytes its derivative needs beside the residuals.",
+    {"cpu": RELEASES},
+)
+
+# -- when memory is reserved and arrays are computed ----------------------------------------------
+
+REUSES_RESULTS = Fact(
+    "reuses_results",
+    "A temporary array may lie in the memory of a result that is not yet computed, so reserved "
+    "memory does not always add to the peak.",
+    {"cpu": RELEASES, "cuda": _UNSEEN},
+)
+
+RECOMPUTES_REGIONS_EARLY = Fact(
+    "recomputes_regions_early",
+    "The compiler removes barriers before it orders the operations, and recomputes a region around "
+    "regions before the derivatives of the later operations have run.",
+    {"cpu": RELEASES[:1]},
+)
+
+MAKES_ZEROS_FIRST = Fact(
+    "makes_zeros_first",
+    "The zeros in which a scan accumulates gradients depend on nothing, and are allocated before "
+    "the first loop of the forward pass.",
+    {"cpu": _NEW},
+)
+
+# -- what a rewrite or a barrier prevents ---------------------------------------------------------
+
+SCATTERS_WINDOW_GRADIENTS = Fact(
+    "scatters_window_gradients",
+    "The derivative of a maximum over windows scatters into zeros that are allocated at the "
+    "beginning of the program, so we compute it from zeros that depend on the cotangent.",
+    {"cpu": RELEASES, "cuda": _UNSEEN},  # on CPUs, `INDEXES_WINDOWS` has the better rewrite
+)
+
+INDEXES_WINDOWS = Fact(
+    "indexes_windows",
+    "The derivative of a maximum over windows saves an index of four bytes for each dimension of "
+    "each maximum, so we compute it from one byte for each maximum.",
+    {"cpu": RELEASES},
+)
+
+READS_THE_INPUT_OF_RELU = Fact(
+    "reads_the_input_of_relu",
+    "The derivative of `jax.nn.relu` saves its input although a later region saves its output, so "
+    "we compute the derivative from the output.",
+    {"cpu": _NEW, "cuda": _UNSEEN, "tpu": RELEASES},
+)
+
+COPIES_CONVOLUTION_INPUTS_EARLY = Fact(
+    "copies_convolution_inputs_early",
+    "The transposed copies of the inputs of convolutions are made in the forward pass, and are "
+    "live until the backward pass, so we make them depend on the cotangent.",
+    {"cpu": _NEW},
+)
+
+DELAYS_KERNEL_GRADIENTS = Fact(
+    "delays_kernel_gradients",
+    "The gradient of a convolution's kernel is computed after the cotangent of the convolution's "
+    "input, and keeps what it reads live until then, so we put a barrier between them.",
+    {"cpu": _NEW},
+)
+
+FUSES_SUMS_INTO_READERS = Fact(
+    "fuses_sums_into_readers",
+    "A sum of many arrays is computed again in each block that reads it, so that all its terms "
+    "stay live; we put a barrier before each region.",
+    {"cpu": _NEW, "cuda": _UNSEEN, "tpu": _UNSEEN},
+)
+
+COMPUTES_RESULTS_AGAIN = Fact(
+    "computes_results_again",
+    "The results of a region inside of another are computed again where the derivatives of later "
+    "operations read them, so we put a barrier behind the region.",
+    {"cpu": _NEW},
+)
+
+FUSES_GRADIENT_SUMS = Fact(
+    "fuses_gradient_sums",
+    "The sum of the gradients of an argument that is read twice is fused into the product that "
+    "computes one of its terms, which then waits for the other; we put a barrier before it.",
+    {"cuda": _UNSEEN, "tpu": RELEASES},
+)
+
+# -- what a compiled program says of itself -------------------------------------------------------
+
+KEEPS_THE_MARK_OF_RECOMPUTES = Fact(
+    "keeps_the_mark_of_recomputes",
+    "The metadata of a recomputed instruction contain `rematted_computation`, by which the "
+    "inspector counts recomputes in the compiled program.",
+    {"cpu": RELEASES, "cuda": _UNSEEN, "tpu": RELEASES},
+)
+
+STATES_TRIP_COUNTS = Fact(
+    "states_trip_counts",
+    "A compiled loop states the number of its iterations; where it does not, we read the number "
+    "from the condition of the loop.",
+    {"cpu": RELEASES, "cuda": _UNSEEN},
+)
+
+ESTIMATES_CYCLES = Fact(
+    "estimates_cycles",
+    "Each fusion states the cycles that the compiler expects, from which `inspect` reports the "
+    "compiler's own estimate of the time.",
+    {"tpu": RELEASES},
+)
+
+HAS_ONE_MEMORY = Fact(
+    "has_one_memory",
+    "An array that is moved to the host's memory stays where it is, so that offloading it frees "
+    "nothing.",
+    {"cpu": RELEASES},
+)
