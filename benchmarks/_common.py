@@ -105,12 +105,57 @@ def ending(report: Mapping[str, Any], about: str) -> list[str]:
     ]
 
 
-def write(path: pathlib.Path, report: Mapping[str, Any], table: str) -> None:
-    """Write a report as JSON, and its table beside it as Markdown."""
+def write(
+    path: pathlib.Path,
+    report: Mapping[str, Any],
+    table: str,
+    raw: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a report as JSON, and its table beside it as Markdown.
+
+    ``raw`` is the same report with all points, curves and buffers. It goes to the folder ``raw``
+    beside the file, which git ignores.
+    """
     write_json(path, report)
     path.with_suffix(".md").write_text(table + "\n", encoding="utf-8")
+    if raw is not None:
+        folder = path.parent / "raw"
+        folder.mkdir(exist_ok=True)
+        write_json(folder / path.name, raw)
 
 
 def write_json(path: pathlib.Path, report: Mapping[str, Any]) -> None:
     """Write a report as JSON."""
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    path.write_text(as_text(report), encoding="utf-8")
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """Return a report as JSON: a line for each entry and for each row, without spaces.
+
+    >>> print(as_text({"date": "today", "rows": [{"a": 1}, {"a": 2}]}), end="")
+    {"date":"today",
+    "rows":[
+    {"a":1},
+    {"a":2}]}
+    """
+    entries = []
+    for key, value in report.items():
+        rows = isinstance(value, list) and any(isinstance(row, dict) for row in value)
+        text = "[\n" + ",\n".join(map(_compact, value)) + "]" if rows else _compact(value)
+        entries.append(f"{_compact(key)}:{text}")
+    return "{" + ",\n".join(entries) + "}\n"
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def without(value: Any, *keys: str) -> Any:
+    """Return plain values without the entries of these keys, at any depth.
+
+    >>> without({"rows": [{"bytes": 3, "curve": [1, 2]}]}, "curve")
+    {'rows': [{'bytes': 3}]}
+    """
+    if isinstance(value, dict):
+        return {k: without(v, *keys) for k, v in value.items() if k not in keys}
+    return [without(v, *keys) for v in value] if isinstance(value, list | tuple) else value

@@ -11,7 +11,7 @@ body stands once in the schedule, so its stretch is short though it runs 72 time
 are kept on disk; without them the whole takes about half an hour on two cores.
 
     python benchmarks/gpt3_memory.py --json benchmarks/results/gpt3_memory.json \\
-        --png benchmarks/results/gpt3_memory.png
+        --png gpt3_memory.png
 
 Exit status: 0 when done, 2 for a wrong call or a compiler that is not installed.
 """
@@ -374,7 +374,7 @@ def main(argv: list[str] | None = None) -> int:
     report |= {"target": options.target, "rows": rows}
     table = rendered(report)
     if options.json:
-        _common.write(options.json, report, table)
+        _common.write(options.json, _common.without(report, "curve"), table, raw=report)
     if options.png:
         draw(report, options.png)
     print(table)

@@ -205,7 +205,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     given = sys.argv[1:] if argv is None else argv
     parser = _common.parser(__doc__)
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="write the files there")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="write the texts there, and the pictures to the folder raw in it",
+    )
     options = parser.parse_args(given)
     if options.out and not options.out.is_dir():
         parser.error(f"--out: {str(options.out)!r} is not a folder")
@@ -224,7 +229,9 @@ def main(argv: list[str] | None = None) -> int:
             (options.out / f"{name}.txt").write_text(text, encoding="utf-8")
             chosen = diff.duplicates[-1]
             titles = (f"{labels[0]}: around {chosen.twin} without a policy", labels[1])
-            draw(graphs(diff, chosen), titles, options.out / f"{name}.png")
+            pictures = options.out / "raw"
+            pictures.mkdir(exist_ok=True)
+            draw(graphs(diff, chosen), titles, pictures / f"{name}.png")
     if options.json:
         _common.write_json(options.json, described | {"results": results})
     return 0

@@ -213,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
     report["rows"] = found
     table = rendered(report)
     if options.json:
-        _common.write(options.json, report, table)
+        _common.write(options.json, _common.without(report, "buffers"), table, raw=report)
     print(table)
     return 0
 

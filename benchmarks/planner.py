@@ -7,13 +7,14 @@ twice.
     python benchmarks/planner.py --json benchmarks/results/planner.json
     python benchmarks/planner.py --model resnet50 --budget 0.37 0.62 --target cpu
 
-Exit status: 0 when done, 1 if a plan is over its budget, 2 for a wrong call.
+Exit status: 0 when done, 1 if a plan is over its budget or takes more memory than one for a larger
+budget, 2 for a wrong call.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import _common
@@ -72,13 +73,13 @@ def rendered(report: dict[str, Any]) -> str:
     ]
     for row in report["rows"]:
         front = row["frontier"]
-        first, last = front["points"][0], front["points"][-1]
+        first, last = front["ends"]
         peaks = f"{first['predicted_peak_bytes'] / MIB:,.0f} – "
         peaks += f"{last['predicted_peak_bytes'] / MIB:,.0f}"
         lines.append(
             f"| {row['model']} | {front['equations']} | {front['planning_seconds']:.1f} | "
-            f"{len(front['points'])} | {peaks} | {first['extra_flops_fraction']:.3f} | "
-            f"{' / '.join(gap_at(front, share) for share in SHARES)} |"
+            f"{front['points']} | {peaks} | {first['extra_flops_fraction']:.3f} | "
+            f"{' / '.join('none' if gap is None else f'{gap:.3f}' for gap in front['gaps'])} |"
         )
     if any(row["plans"] for row in report["rows"]):
         lines += [
@@ -88,7 +89,8 @@ def rendered(report: dict[str, Any]) -> str:
             "|---|---|---:|---:|---:|---:|---:|---:|---:|---|",
         ]
     for row in report["rows"]:
-        lines += [_plan_line(row["model"], plan, row["frontier"]) for plan in row["plans"]]
+        seconds = row["frontier"]["forward_seconds"]
+        lines += [_plan_line(row["model"], plan, seconds) for plan in row["plans"]]
     about = "Extra FLOPs and extra roofline time in parts of the forward pass; planned for "
     about += f"{report['chip']}, objective {report['objective']}."
     return "\n".join([*lines, *_common.ending(report, about)])
@@ -97,47 +99,81 @@ def rendered(report: dict[str, Any]) -> str:
 SHARES = (0.3, 0.4, 0.5)
 
 
-def gap_at(front: dict[str, Any], share: float) -> str:
+def summarized(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a report without the points of its frontiers and the policies of its plans.
+
+    Of the points there remain their number, the first and the last, the gaps at ``SHARES``, and
+    what the frontier predicted of each plan.
+    """
+    rows = []
+    for row in raw["rows"]:
+        points = row["frontier"]["points"]
+        front = _common.without(row["frontier"], "points", "leaner")
+        front |= {"points": len(points), "ends": [points[0], points[-1]]}
+        front["gaps"] = [gap_at(row["frontier"], share) for share in SHARES]
+        plans = [
+            plan
+            if "error" in plan
+            else _common.without(plan, "policy")
+            | {"first_predicted_peak_bytes": first_prediction(points, plan)}
+            for plan in row["plans"]
+        ]
+        rows.append({"model": row["model"], "frontier": front, "plans": plans})
+    return {**raw, "rows": rows}
+
+
+def gap_at(front: Mapping[str, Any], share: float) -> float | None:
     """Return how far the fastest plan for a share of the activations is from the bound."""
     fixed, plain = front["argument_bytes"], front["points"][-1]["predicted_peak_bytes"]
     room = fixed + share * (plain - fixed)
     fitting = [p for p in front["points"] if p["predicted_peak_bytes"] <= room]
-    return f"{min(fitting, key=lambda p: p['extra_seconds'])['gap']:.3f}" if fitting else "none"
+    return min(fitting, key=lambda p: p["extra_seconds"])["gap"] if fitting else None
 
 
-def first_prediction(front: dict[str, Any], plan: dict[str, Any]) -> int | None:
+def first_prediction(points: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> int | None:
     """Return what the frontier predicts of a plan, in bytes; None where the plan is none of its
     points, such as one that keeps less than the least of them.
     """
     found = [
         point["predicted_peak_bytes"]
-        for point in front["points"]
+        for point in points
         if point["extra_seconds"] == plan["extra_seconds"]
         and point["extra_flops_fraction"] == plan["extra_flops_fraction"]
     ]
     return found[0] if len(found) == 1 else None
 
 
-def _plan_line(model: str, plan: dict[str, Any], front: dict[str, Any]) -> str:
+def _plan_line(model: str, plan: dict[str, Any], forward_seconds: float) -> str:
     if "error" in plan:
         return f"| {model} | {plan['budget']} | {plan['error'].splitlines()[0]} | | | | | | | no |"
     before, after = plan["baseline_temp_bytes"], plan["compiled_temp_bytes"]
     fits = "yes" if fits_budget(plan) else "no"
     ratio = plan["predicted_peak_bytes"] / plan["compiled_peak_bytes"]
-    first = first_prediction(front, plan)
+    first = plan["first_predicted_peak_bytes"]
     raw = f"{first / plan['compiled_peak_bytes']:.3f}" if first else ""
     return (
         f"| {model} | {plan['budget']} | {before / MIB:,.0f} → {after / MIB:,.0f} | "
         f"{100 * (1 - after / before):.0f} % | {plan['extra_flops_fraction']:.3f} | "
-        f"{plan['extra_seconds'] / front['forward_seconds']:.3f} | {plan['gap']:.3f} | "
+        f"{plan['extra_seconds'] / forward_seconds:.3f} | {plan['gap']:.3f} | "
         f"{ratio:.3f} | {raw} | {fits} |"
     )
 
 
-def fits_budget(plan: dict[str, Any]) -> bool:
+def fits_budget(plan: Mapping[str, Any]) -> bool:
     """Tell whether a plan compiled to no more than its budget."""
     budget = plan.get("budget_bytes")
     return "error" in plan or budget is None or plan["compiled_peak_bytes"] <= budget
+
+
+def are_sound(plans: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether the plans of one model fit, and none for a larger budget takes less memory."""
+    compiled = sorted(
+        (plan.get("budget_bytes") or 0, plan["compiled_peak_bytes"])
+        for plan in plans
+        if "error" not in plan
+    )
+    peaks = [peak for _, peak in compiled]
+    return all(map(fits_budget, plans)) and peaks == sorted(peaks)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,12 +189,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     versions = {name: __import__(name).__version__ for name in ("jax", "jaxlib")}
     report = _common.described(__file__, given, [versions])
     report["chip"], report["objective"] = options.target, options.objective
-    report["rows"] = list(rows(cases, options.target, options.budget, options.objective))
+    raw = {**report, "rows": list(rows(cases, options.target, options.budget, options.objective))}
+    report = summarized(raw)
     table = rendered(report)
     if options.json is not None:
-        _common.write(options.json, report, table)
+        _common.write(options.json, report, table, raw=raw)
     print(table)
-    return int(not all(fits_budget(p) for row in report["rows"] for p in row["plans"]))
+    return int(not all(are_sound(row["plans"]) for row in report["rows"]))
 
 
 if __name__ == "__main__":

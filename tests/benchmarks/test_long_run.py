@@ -6,6 +6,18 @@ import jax
 import long_run
 import pytest
 
+SOUND = {
+    "policy": "plan",
+    "microbatches": 1,
+    "largest_drift": 0.0,
+    "compiles": 1,
+    "compiles_after_the_first_step": 0,
+    "live_arrays_growth": 0,
+    "resident_growth_bytes": 0,
+    "first_loss": 2.0,
+    "last_loss": 1.0,
+}
+
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
@@ -18,6 +30,7 @@ def report(tmp_path_factory):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_losses_stay_and_nothing_is_compiled_again(report):
     assert [(row["policy"], row["microbatches"]) for row in report["rows"]] == [
         ("none", 1),
@@ -31,6 +44,7 @@ def test_losses_stay_and_nothing_is_compiled_again(report):
         assert row["compiles_after_the_first_step"] == 0
         assert row["live_arrays_growth"] <= 0
         assert row["last_loss"] < row["first_loss"]
+    assert long_run.faults(report) == []
 
 
 @pytest.mark.parametrize(
@@ -43,8 +57,7 @@ def test_losses_stay_and_nothing_is_compiled_again(report):
         ({"last_loss": 1e3}, "did not fall"),
     ],
 )
-def test_what_does_not_hold_is_said(report, change, word):
-    assert long_run.faults(report) == []
-    first, *others = report["rows"]
-    (said,) = long_run.faults({**report, "rows": [{**first, **change}, *others]})
+def test_what_does_not_hold_is_said(change, word):
+    assert long_run.faults({"rows": [SOUND, SOUND]}) == []
+    (said,) = long_run.faults({"rows": [SOUND, SOUND | change]})
     assert word in said

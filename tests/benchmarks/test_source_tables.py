@@ -1,8 +1,7 @@
-"""The benchmarks that repeat Paddle's example and table and a training run, and their results."""
+"""The benchmarks that repeat Paddle's example and table and a training run."""
 
 import doctest
 import json
-import pathlib
 
 import bert_batch
 import jax
@@ -11,8 +10,6 @@ import paddle_recompute
 import pytest
 import wall_time
 
-RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
-
 
 @pytest.fixture
 def cifar_like():
@@ -20,11 +17,6 @@ def cifar_like():
     import train_cifar_like
 
     return train_cifar_like
-
-
-def committed(name):
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()), path.with_suffix(".md").read_text()
 
 
 # -- Paddle's example -----------------------------------------------------------------------------
@@ -68,14 +60,6 @@ def test_a_difference_is_seen():
     assert paddle_recompute.difference(one, one | {"w": np.ones(2)}) == 1
 
 
-def test_the_results_of_paddles_example():
-    report, table = committed("paddle_recompute")
-    assert paddle_recompute.rendered(report) + "\n" == table
-    assert len(report["rows"]) == 10
-    assert all(not any(row["difference"].values()) for row in report["rows"])
-    assert all(len(row["losses"]) == report["steps"] == 10 for row in report["rows"])
-
-
 # -- training on photographs ------------------------------------------------------------------
 
 
@@ -115,17 +99,12 @@ def test_a_target_that_is_unknown_is_said(cifar_like, capsys):
 
 def test_the_picture_of_the_losses(cifar_like, tmp_path):
     image = pytest.importorskip("matplotlib.image")
-    report, _ = committed("train_cifar_like")
+    plan = {"baseline_temp_bytes": 2**21, "compiled_temp_bytes": 2**20}
+    losses = {"none": [2.0, 1.0, 0.5], "plan": [2.0, 1.0, 0.5]}
+    runs = [{"name": name, "accuracy": 0.6, "losses": found} for name, found in losses.items()]
+    report = {"plan": plan, "runs": runs}
     cifar_like.draw(report, tmp_path / "losses.png")
     assert image.imread(tmp_path / "losses.png").std() > 0.01
-
-
-def test_the_results_of_training(cifar_like):
-    report, table = committed("train_cifar_like")
-    assert cifar_like.rendered(report) + "\n" == table
-    plain, planned = report["runs"]
-    assert plain["accuracy"] == planned["accuracy"] > 0.6
-    assert planned["losses"][-1] < 0.5 * planned["losses"][0]
 
 
 # -- the largest batch of BERT ------------------------------------------------------------------
@@ -178,20 +157,10 @@ def test_a_planned_step_fits():
     assert found[0].memory.fits
 
 
-@pytest.mark.parametrize("chip", ["v100", "h100"])
-def test_the_results_of_bert_batch(chip):
-    report, table = committed(f"bert_batch_{chip}")
-    assert bert_batch.rendered(report) + "\n" == table
-    rows = {row["layers"]: row for row in report["rows"]}
-    assert rows["per-layer"]["batch"] >= 10 * rows["none"]["batch"]
-    for row in report["rows"]:
-        assert row["peak_bytes"] <= row["memory_bytes"]
-        assert not row["xla_remat"]
-
-
 # -- wall time ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # a time on the clock
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA:CPU undoes recompute outside loops")
 def test_planned_steps_are_timed_beside_the_prediction(tmp_path, capsys):
     path = tmp_path / "times.json"

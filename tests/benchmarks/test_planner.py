@@ -1,0 +1,116 @@
+"""The benchmark of the planner: its summary, its table, and when its plans are sound."""
+
+import json
+
+import planner
+import pytest
+
+
+def point(peak, seconds, gap=0.0):
+    return {
+        "predicted_peak_bytes": peak * planner.MIB,
+        "extra_seconds": seconds,
+        "extra_flops_fraction": seconds,
+        "gap": gap,
+    }
+
+
+def plan(budget, peak):
+    """A plan that compiled to ``peak`` MiB, predicted exactly."""
+    return {
+        "budget": str(budget),
+        "budget_bytes": None if budget == "min" else budget * planner.MIB,
+        "predicted_peak_bytes": peak * planner.MIB,
+        "compiled_peak_bytes": peak * planner.MIB,
+        "baseline_temp_bytes": 100 * planner.MIB,
+        "compiled_temp_bytes": (peak - 10) * planner.MIB,
+        "extra_flops_fraction": 0.5,
+        "extra_seconds": 0.5,
+        "gap": 0.125,
+        "policy": "planned(...)",
+    }
+
+
+FRONT = {
+    "points": [point(30, 1.0, 0.3), point(50, 0.5, 0.2), point(60, 0.25, 0.1), point(110, 0.0)],
+    "leaner": [point(29, 2.0)],
+    "argument_bytes": 10 * planner.MIB,
+    "planning_seconds": 1.0,
+    "equations": 7,
+    "forward_seconds": 2.0,
+}
+RAW = {
+    "command": "python benchmarks/planner.py",
+    "date": "2030-01-01",
+    "versions": {"jax": "1.0"},
+    "chip": "cpu",
+    "objective": "time",
+    "rows": [
+        {
+            "model": "mlp",
+            "frontier": FRONT,
+            "plans": [plan(50, 50), {"budget": "5", "error": "too little\nhint: more"}],
+        }
+    ],
+}
+
+
+def test_the_summary_has_no_points_and_no_policies():
+    report = planner.summarized(RAW)
+    assert {key: report[key] for key in RAW if key != "rows"} == planner._common.without(
+        RAW, "rows"
+    )
+    (row,) = report["rows"]
+    assert row["frontier"]["points"] == 4
+    assert row["frontier"]["ends"] == [FRONT["points"][0], FRONT["points"][-1]]
+    assert "leaner" not in row["frontier"]
+    found, error = row["plans"]
+    assert "policy" not in found
+    # The second point has the plan's work, so the frontier predicted 50 MiB of it.
+    assert found["first_predicted_peak_bytes"] == 50 * planner.MIB
+    assert error == RAW["rows"][0]["plans"][1]
+
+
+def test_gaps_are_those_of_the_fastest_plan_for_a_share_of_the_activations():
+    # Of the 100 MiB beside the arguments, 0.3, 0.4 and 0.5 leave 40, 50 and 60 MiB in all.
+    assert planner.summarized(RAW)["rows"][0]["frontier"]["gaps"] == [0.3, 0.2, 0.1]
+    assert planner.gap_at(FRONT, 0.1) is None
+
+
+def test_the_table_shows_the_summary():
+    table = planner.rendered(planner.summarized(RAW))
+    assert "| mlp | 7 | 1.0 | 4 | 30 – 110 | 1.000 | 0.300 / 0.200 / 0.100 |" in table
+    assert "| mlp | 50 | 100 → 40 | 60 % | 0.500 | 0.250 | 0.125 | 1.000 | 1.000 | yes |" in table
+    assert "| mlp | 5 | too little | | | | | | | no |" in table
+    assert "planned for cpu, objective time." in table
+
+
+@pytest.mark.parametrize(
+    ("plans", "sound"),
+    [
+        ([plan("min", 20), plan(30, 30), plan(40, 35)], True),
+        ([plan(40, 35), plan(30, 30)], True),
+        ([plan(30, 31)], False),  # over its budget
+        ([plan(30, 30), plan(40, 29)], False),  # a larger budget takes less
+        ([{"budget": "5", "error": "too little"}, plan(30, 30)], True),
+    ],
+)
+def test_sound_plans_fit_and_grow_with_their_budgets(plans, sound):
+    assert planner.are_sound(plans) is sound
+
+
+@pytest.mark.slow
+def test_benchmark_of_the_planner(capsys, tmp_path):
+    path = tmp_path / "planner.json"
+    asked = ["--smoke", "--target", "cpu", "--budget", "free", "--json", str(path)]
+    assert planner.main(asked) == 0
+    shown = capsys.readouterr().out
+    assert "residual MLP" in shown
+    report = json.loads(path.read_text())
+    assert planner.rendered(report) + "\n" == shown == path.with_suffix(".md").read_text()
+    raw = json.loads((tmp_path / "raw" / "planner.json").read_text())
+    assert planner.summarized(raw) == report
+    for row in report["rows"]:
+        assert planner.are_sound(row["plans"])
+        for found in row["plans"]:
+            assert 0.95 < found["predicted_peak_bytes"] / found["compiled_peak_bytes"] < 1.08
