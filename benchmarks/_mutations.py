@@ -108,7 +108,7 @@ MUTATIONS = (
         "remat_kit/_apply/blocks.py",
         "            ys = jax.tree.map(lambda y: jnp.flip(y, 0), ys)\n",
         "            pass\n",
-        ("tests/apply/test_decorate.py::test_reversed_scans",),
+        ("tests/apply/test_blocks.py::test_reversed_scans",),
     ),
     Mutation(
         "block_of_a_scan",
@@ -135,7 +135,7 @@ MUTATIONS = (
         "remat_kit/_backend/rewrites.py",
         "stays = select.bind(best, other)",
         "stays = ~select.bind(other, best)",
-        ("tests/planner/test_plan.py::test_lean_pooling_changes_no_derivative",),
+        ("tests/backend/test_rewrites.py::test_lean_pooling_changes_no_derivative",),
     ),
     Mutation(
         "relu_at_zero",
@@ -143,7 +143,7 @@ MUTATIONS = (
         "remat_kit/_backend/rewrites.py",
         "jax.lax.select(out > 0, dx, jax.lax.full_like(dx, 0))",
         "jax.lax.select(out >= 0, dx, jax.lax.full_like(dx, 0))",
-        ("tests/planner/test_plan.py::test_a_relu_by_its_output_has_the_same_derivative",),
+        ("tests/backend/test_rewrites.py::test_a_relu_by_its_output_has_the_same_derivative",),
     ),
     # -- the planner
     Mutation(
@@ -152,7 +152,7 @@ MUTATIONS = (
         "remat_kit/_planner/simulate.py",
         "        if t in seen or t in available:\n",
         "        if t in seen:\n",
-        ("tests/planner/test_build.py::test_a_saved_tensor_stops_the_recompute",),
+        ("tests/planner/test_simulate.py::test_a_saved_tensor_stops_the_recompute",),
     ),
     Mutation(
         "minimum_cut",
@@ -160,7 +160,7 @@ MUTATIONS = (
         "remat_kit/_planner/mincut.py",
         "costs[len(keeping) : len(keeping) + len(self.work)] = self.work",
         "costs[len(keeping) : len(keeping) + len(self.work)] = 2 * self.work",
-        ("tests/planner/test_proposals.py::test_minimum_cut_equals_brute_force",),
+        ("tests/planner/test_mincut.py::test_minimum_cut_equals_brute_force",),
     ),
     # -- reports
     Mutation(
@@ -185,7 +185,9 @@ MUTATIONS = (
         "remat_kit/testing/equivalence.py",
         "wrong = apart > passes",
         "wrong = apart > 1000 * passes",
-        ("tests/testing/test_checks.py::test_the_tolerance_is_in_units_of_the_largest_element",),
+        (
+            "tests/testing/test_equivalence.py::test_the_tolerance_is_in_units_of_the_largest_element",
+        ),
     ),
     # -- derivatives
     Mutation(

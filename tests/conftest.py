@@ -6,6 +6,7 @@ The environment is set before jax is imported, which reads it then.
 import atexit
 import importlib.metadata
 import os
+import pathlib
 import shutil
 import tempfile
 
@@ -37,3 +38,18 @@ def implementation(request):
     jax.config.update("jax_remat3", request.param)
     yield request.param
     jax.config.update("jax_remat3", False)
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run the command line here, at the root of the checkout: (status, stdout, stderr)."""
+    from remat_kit._cli import main as _main
+
+    monkeypatch.chdir(pathlib.Path(__file__).parents[1])
+
+    def run(*argv):
+        status = _main.main([str(word) for word in argv])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run

@@ -185,6 +185,21 @@ def test_contributing_lists_every_module():
     assert {p.parent.name for p in PACKAGE.glob("*/__init__.py")} == set(PACKAGES)
 
 
+# Modules without a test file of their own: an import, a protocol without code.
+UNTESTED = {"__main__", "_backend/interface"}
+
+
+def test_every_module_has_a_test_file():
+    """`remat_kit/_planner/chain.py` is tested in `tests/planner/test_chain.py`, and so on."""
+    inner = [path for path in MODULES if path.parent != PACKAGE and path.stem != "__init__"]
+    names = {str(path.relative_to(PACKAGE).with_suffix("")) for path in inner}
+    wanted = {
+        name: ROOT / "tests" / re.sub(r"([^/]+)$", r"test_\1.py", name[name[0] == "_" :])
+        for name in names - UNTESTED
+    }
+    assert not [name for name, path in wanted.items() if not path.exists()]
+
+
 def test_no_two_classes_have_one_name():
     classes = collections.Counter(
         node.name

@@ -35,7 +35,7 @@ def materialized(values: dict[Any, Any], stacked: bool) -> dict[Any, Any]:
     later block, so that all terms of the sum stay live until the last block: ResNet-152 then takes
     1051 MiB although the plan predicts 634 MiB (jax 0.12). In the backward pass the compiler does
     the same to the sum of the cotangents of a region's inputs, where parts of the region read that
-    sum one after the other: the dense block in `tests/planner/test_plan.py` then takes
+    sum one after the other: the dense block in `tests/apply/test_run_schedule.py` then takes
     117 MiB instead of 88 MiB.
     """
     return _behind(apart_backward if stacked else apart, values)

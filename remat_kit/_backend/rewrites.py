@@ -100,8 +100,8 @@ def relu_by_output(eqn: Any) -> Any:
 
     The derivative in JAX asks whether the input is positive. If a region that follows reads the
     output, compilers then save the input as well (`facts.READS_THE_INPUT_OF_RELU`): on a CPU, the
-    stack in `tests/planner/test_plan.py` takes 21 MiB instead of 15 MiB (jax 0.12). Other equations
-    are returned unchanged. Values and derivatives are bitwise the same.
+    stack in `tests/apply/test_run_schedule.py` takes 21 MiB instead of 15 MiB (jax 0.12). Other
+    equations are returned unchanged. Values and derivatives are bitwise the same.
 
     `rule_of` finds the rule of `jax.nn.relu` on jax 0.10.2 and 0.12.
     """

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from interpreter import one_by_one
 from jax.ad_checkpoint import checkpoint_name
+from step_programs import AT, WEIGHTS, X, forces, loss, same_gradients, taken, updated
 
 import remat_kit
 from remat_kit import (
@@ -28,26 +29,6 @@ from remat_kit import (
     save,
     testing,
 )
-
-WEIGHTS = [jnp.full((4, 4), 0.3), jnp.full((4, 4), 0.2)]
-X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
-AT = "block_*"
-
-
-def loss(weights, x):
-    for i, w in enumerate(weights):
-        with jax.named_scope(f"block_{i}"):
-            x = jnp.tanh(x @ w)
-    return jnp.mean(x**2)
-
-
-def updated(weights, gradient):
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradient)
-
-
-def taken(weights, x):
-    value, gradient = jax.value_and_grad(loss)(weights, x)
-    return updated(weights, gradient), value
 
 
 def by_vjp(weights, x):
@@ -93,7 +74,7 @@ def test_the_error_names_the_loss_and_the_line():
     line = taken.__code__.co_firstlineno + 1
     with pytest.raises(PolicyError) as caught:
         policy("dots", at=AT)(taken)(WEIGHTS, X)
-    assert f"test_void.py:{line}" in caught.value.message
+    assert f"step_programs.py:{line}" in caught.value.message
     assert "`taken`" in caught.value.message
     assert "`loss = remat_kit.policy('dots', at='block_*')(loss)`" in caught.value.hint
 
@@ -148,55 +129,6 @@ def test_a_step_without_at_may_be_an_inner_step_and_is_a_warning():
         policy("dots")(taken)(WEIGHTS, X)
 
 
-# -- what takes a gradient and may be decorated -----------------------------------------------
-
-
-def penalty(weights, x):
-    return loss(weights, x) + jnp.sum(jax.grad(loss, 1)(weights, x) ** 2)
-
-
-def penalty_and_more(weights, x):
-    return penalty(weights, x), {"x": x}
-
-
-def forces(weights, x):
-    return -jax.grad(loss, 1)(weights, x)
-
-
-def same_gradients(decorated, plain, *args):
-    expected = jax.jit(jax.grad(plain))(*args)
-    for got in (
-        jax.grad(decorated)(*args),
-        jax.jit(jax.grad(decorated))(*args),
-        jax.grad(jax.jit(decorated))(*args),
-        jax.grad(jax.checkpoint(decorated))(*args),
-    ):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), got, expected)
-
-
-@pytest.mark.parametrize("at", [AT, None])
-@pytest.mark.parametrize("what", ["nothing", "dots"])
-def test_a_penalty_on_a_gradient_is_a_loss(what, at):
-    decorated = policy(what, at=at)(penalty)
-    assert decorated(WEIGHTS, X) == pytest.approx(float(penalty(WEIGHTS, X)))
-    same_gradients(decorated, penalty, WEIGHTS, X)
-    policy(what, at=at)(penalty_and_more)(WEIGHTS, X)
-    assert remat_kit.measure(policy(what, at=at)(penalty_and_more), WEIGHTS, X).fits
-
-
-@pytest.mark.parametrize("at", [AT, None])
-def test_forces_are_differentiated_once_more(at):
-    decorated = policy("nothing", at=at)(forces)
-    same_gradients(
-        lambda w: jnp.sum((decorated(w, X) - X) ** 2),
-        lambda w: jnp.sum((forces(w, X) - X) ** 2),
-        WEIGHTS,
-    )
-    # remat_kit traces a loss before it differentiates it
-    remat_kit.inspect(lambda w: jnp.sum(decorated(w, X) ** 2), WEIGHTS)
-    remat_kit.measure(lambda w: jnp.sum(decorated(w, X) ** 2), WEIGHTS)
-
-
 def test_forces_are_evaluated_without_a_word():
     decorated = policy("nothing")(forces)
     np.testing.assert_array_equal(*(one_by_one(f, WEIGHTS, X) for f in (decorated, forces)))
@@ -214,50 +146,6 @@ def test_the_inner_step_of_maml(at):
     same_gradients(
         lambda w: loss(inner(w, X)[0], X + 1), lambda w: loss(taken(w, X)[0], X + 1), WEIGHTS
     )
-
-
-# -- a step given to the other verbs ------------------------------------------------------------
-
-
-def loss_first(weights, x):
-    new, value = taken(weights, x)
-    return value, new
-
-
-VERBS = {
-    "measure": lambda fn, **k: remat_kit.measure(fn, WEIGHTS, X, **k),
-    "inspect": lambda fn, **k: remat_kit.inspect(fn, WEIGHTS, X, **k),
-    "diff": lambda fn, **k: remat_kit.diff(loss, fn, WEIGHTS, X, **k),
-    "plan": lambda fn, **k: remat_kit.plan(fn, WEIGHTS, X, budget="min", **k),
-    "frontier": lambda fn, **k: remat_kit.frontier(fn, WEIGHTS, X, **k),
-    "estimate": lambda fn, **k: remat_kit.estimate(fn, WEIGHTS, X, checkpoints=["block_0"], **k),
-}
-
-
-@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
-@pytest.mark.parametrize("step", [loss_first, jax.value_and_grad(loss), jax.jit(loss_first)])
-def test_a_step_is_not_differentiated_once_more(verb, step):
-    with pytest.raises(remat_kit.NotDifferentiableError, match="whole step"):
-        verb(step)
-
-
-@pytest.mark.parametrize("verb", [v for k, v in VERBS.items() if k != "measure"])
-def test_only_measure_takes_a_whole_step(verb):
-    with pytest.raises(remat_kit.UserError, match="argnums=None"):
-        verb(taken, argnums=None)
-
-
-def test_measure_of_a_decorated_step():
-    assert remat_kit.measure(taken, WEIGHTS, X, argnums=None).fits
-    with pytest.raises(PolicyError, match="takes a gradient itself"):
-        remat_kit.measure(policy("nothing", at=AT)(taken), WEIGHTS, X, argnums=None)
-
-
-def test_a_gradient_beside_a_loss_is_no_step():
-    def watched(weights, x):
-        return loss(weights, x), jnp.linalg.norm(jax.grad(loss, 1)(weights, x))
-
-    assert remat_kit.measure(watched, WEIGHTS, X).fits
 
 
 # -- what matches nothing ----------------------------------------------------------------------

@@ -6,70 +6,15 @@ import pathlib
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
 
-from remat_kit._chip.target import targets
-from remat_kit._cli import commands as _commands
-from remat_kit._cli import main as _main
-from remat_kit._errors import UserError
 from remat_kit._policy import recipe as _recipe
-from remat_kit._program.builder import parse_sizes, user_line
 
 ROOT = pathlib.Path(__file__).parents[2]
 MLP = "models/mlp.py:build"
 SMALL = ["--size", "batch=8", "features=16", "hidden=32"]
-
-
-@pytest.fixture(autouse=True)
-def in_checkout(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.delenv("REMAT_KIT_DEBUG", raising=False)
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the command line here: (status, stdout, stderr)."""
-
-    def run(*argv):
-        status = _main.main([str(word) for word in argv])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
-
-
-@pytest.fixture
-def refused(run):
-    """Run a command that must end as a user's mistake, and return its message and hint."""
-
-    def refused(*argv, status=2):
-        found, out, err = run(*argv)
-        assert found == status, err
-        assert out == ""
-        assert "Traceback" not in err
-        message, hint = err.strip().split("\n")[-2:]
-        assert message.startswith("error: ")
-        assert hint.startswith("hint: ")
-        return message.removeprefix("error: "), hint.removeprefix("hint: ")
-
-    return refused
-
-
-@pytest.fixture
-def model(tmp_path):
-    """Write a model file and return its path."""
-
-    def model(text, name="model.py"):
-        path = tmp_path / name
-        path.write_text(textwrap.dedent(text))
-        return path
-
-    return model
-
-
 HEAD = """
     import jax, jax.numpy as jnp
     W = jax.ShapeDtypeStruct((4, 4), jnp.float32)
@@ -86,174 +31,6 @@ def process(*argv, **kwargs):
         env=environment,
         **kwargs,
     )
-
-
-# -- measure ----------------------------------------------------------------------------------
-
-
-def test_measure_has_the_baseline_first(run):
-    status, out, err = run("measure", MLP, *SMALL, "--policy", "dots", "nothing")
-    assert status == 0
-    lines = [line.split()[:2] for line in out.splitlines()[3:]]
-    rows, footer = lines[:3], lines[3:]
-    assert rows == [["none", "cpu"], ["dots", "cpu"], ["nothing", "cpu"]]
-    assert all(word in ("note:", "lint:") for word, _ in footer)
-    assert err.splitlines() == [
-        "1/3 none, compiling for cpu",
-        "2/3 dots, compiling for cpu",
-        "3/3 nothing, compiling for cpu",
-    ]
-
-
-def test_measure_writes_what_it_shows(run, tmp_path):
-    path = tmp_path / "out.json"
-    argv = ["measure", MLP, *SMALL, "--policy", "none", "--policy", "dots", "--target", "cpu"]
-    status, out, _ = run(*argv, "--json", path)
-    assert status == 0
-    found = json.loads(path.read_text())
-    assert found["model"] == MLP
-    assert found["size"] == {"batch": 8, "features": 16, "hidden": 32}
-    assert [p["policy"] for p in found["policies"]] == ["none", "dots"]
-    memory = found["policies"][1]["memory"]["cpu"]
-    assert memory["fits"] is True
-    assert memory["peak_bytes"] == (
-        memory["argument_bytes"]
-        + memory["output_bytes"]
-        - memory["alias_bytes"]
-        + memory["temp_bytes"]
-    )
-    # Three weights, three biases and the batch, in four bytes each.
-    parameters = 16 * 32 + 32 + 32 * 32 + 32 + 32 * 10 + 10
-    assert memory["argument_bytes"] == 4 * (parameters + 8 * 16 + 8)
-    status, out, _ = run(*argv, "--json", "-")
-    assert status == 0
-    again = json.loads(out)
-    assert again["policies"][1]["memory"]["cpu"]["temp_bytes"] == memory["temp_bytes"]
-    assert again["policies"][1]["memory"]["cpu"]["cached"] is True
-
-
-def test_local_runs_the_program(run):
-    status, out, _ = run("measure", MLP, *SMALL, "--target", "local", "--json", "-")
-    assert status == 0
-    assert json.loads(out)["policies"][0]["memory"]["local"]["step_seconds"] > 0
-
-
-def test_a_target_that_is_too_small(run):
-    status, out, _ = run("measure", MLP, *SMALL, "--target", "cpu@1KiB", "--json", "-")
-    assert status == 0
-    memory = json.loads(out)["policies"][0]["memory"]["cpu@1KiB"]
-    assert memory["fits"] is False
-    assert memory["headroom_bytes"] < 0
-
-
-# -- inspect and diff -------------------------------------------------------------------------
-
-
-KEYS = {"saved_bytes", "saved", "recomputed", "recomputed_flops", "forward_flops", "memory"}
-
-
-def test_inspect_compares_side_by_side(run, tmp_path):
-    path = tmp_path / "out.json"
-    status, out, err = run(
-        *("inspect", MLP, *SMALL, "--policy", "nothing", "--policy", "dots"),
-        *("--target", "cpu", "--json", path),
-    )
-    assert status == 0, err
-    assert all(name in out for name in ("none", "nothing", "dots"))
-    assert "2/3 nothing, compiling for cpu" in err
-    reports = json.loads(path.read_text())["policies"]
-    assert [report["policy"] for report in reports] == ["none", "nothing", "dots"]
-    for report in reports:
-        assert set(report) >= KEYS | {"hlo_recomputed_ops"}
-        assert report["memory"]["cpu"]["temp_bytes"] > 0
-        assert report["saved_bytes"] > 0
-    assert reports[0]["recomputed"] == []
-    assert reports[1]["recomputed"] != []
-
-
-def test_a_policy_goes_through_the_builder_or_to_module_paths(run):
-    def saved_bytes(*more):
-        status, out, err = run("inspect", MLP, *SMALL, "--policy", "nothing", "--json", "-", *more)
-        assert status == 0, err
-        return [report["saved_bytes"] for report in json.loads(out)["policies"]]
-
-    through, at = saved_bytes(), saved_bytes("--at", "*/block_*")
-    assert through == at
-    first = saved_bytes("--at", "*/block_0")
-    assert first[0] == through[0] > first[1] > through[1]
-
-
-def test_inspect_without_a_target_compiles_nothing(run, monkeypatch):
-    from remat_kit._chip import compile as _compile
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("compiled")
-
-    monkeypatch.setattr(_compile, "compile_program", refuse)
-    status, out, err = run("inspect", MLP, *SMALL)
-    assert status == 0, err
-    assert "MLP/block_*" in out
-
-
-def test_diff_shows_one_repeated_relu_for_each_hidden_layer(run):
-    argv = ["diff", MLP, *SMALL, "--size", "layers=3", "--policy", 'recompute(primitive("max"))']
-    status, out, err = run(*argv)
-    assert status == 0, err
-    assert "3 operations computed twice" in out
-    status, out, err = run(*argv, "--json", "-")
-    assert status == 0, err
-    (diff,) = json.loads(out)["diffs"]
-    assert diff["policy"] == diff["after"] == 'recompute(primitive("max"))'
-    again = [(d["primitive"], d["module"]) for d in diff["duplicates"]]
-    assert sorted(again) == [("max", f"MLP/block_{i}") for i in range(3)]
-    for duplicate in diff["duplicates"]:
-        (fed,) = duplicate["feeds"]
-        assert "dot_general" in fed
-        assert f"gradient of {duplicate['module']}/dense" in fed
-
-
-def test_full_diff_is_longer(run):
-    argv = ["diff", MLP, *SMALL, "--policy", "nothing"]
-    short, full = run(*argv)[1], run(*argv, "--full")[1]
-    assert len(full.splitlines()) > len(short.splitlines())
-
-
-def test_diff_needs_a_policy(refused):
-    message, hint = refused("diff", MLP)
-    assert "nothing to compare" in message
-    assert "--policy" in hint
-
-
-# -- policies and targets ---------------------------------------------------------------------
-
-
-def test_policies_lists_every_preset(run):
-    status, out, err = run("policies")
-    assert (status, err) == (0, "")
-    assert all(recipe.usage in out for recipe in _recipe.recipes())
-    status, out, _ = run("policies", "--json", "-")
-    listed = json.loads(out)["policies"]
-    assert [p["name"] for p in listed] == [r.name for r in _recipe.recipes()]
-
-
-def test_policies_shows_one_by_name_alias_parameter_or_text(run):
-    assert "save(dots)" in run("policies", "dots")[1]
-    assert "maxtext_minimal" in run("policies", "minimal")[1]
-    assert "uniform(2)" in run("policies", "uniform:2")[1]
-    assert "save(dots & ~named('x'))" in run("policies", "save(dots - named('x'))")[1]
-    status, out, _ = run("policies", "uniform:2", "--json", "-")
-    assert (status, json.loads(out)["policy"]) == (0, "uniform(2)")
-
-
-def test_targets_lists_every_chip(run):
-    status, out, err = run("targets")
-    assert (status, err) == (0, "")
-    listed = {line.split()[0]: line for line in out.splitlines()[3:]}
-    assert set(listed) == {chip.name for chip in targets()}
-    for chip in targets():
-        assert ("missing: pip install" in listed[chip.name]) is not chip.available
-    by_name = {t["name"]: t for t in json.loads(run("targets", "--json", "-")[1])["targets"]}
-    assert by_name["tpu-v5e"]["memory_bytes"] == 15.75 * 2**30
 
 
 # -- wrong calls ------------------------------------------------------------------------------
@@ -298,38 +75,6 @@ def test_a_wrong_call_says_what_to_do(refused, argv, message, hint):
     assert hint in advice
 
 
-@pytest.mark.parametrize(
-    ("path", "reason"),
-    [
-        ("/no/such/folder/out.json", "No such file or directory"),
-        (".", "Is a directory"),
-        ("models/mlp.py/out.json", "Not a directory"),
-    ],
-)
-def test_json_is_checked_before_the_work(refused, monkeypatch, path, reason):
-    monkeypatch.setattr(_commands, "loaded", None)  # would fail otherwise
-    message, hint = refused("measure", MLP, "--json", path)
-    assert message == f"`--json {path}`: it cannot be written: {reason}"
-    assert "folder" in hint
-
-
-def test_checking_leaves_no_file_and_harms_none(refused, tmp_path):
-    fresh, kept = tmp_path / "fresh.json", tmp_path / "kept.json"
-    kept.write_text("kept")
-    refused("measure", "models/none.py", "--json", fresh)
-    refused("measure", "models/none.py", "--json", kept)
-    assert not fresh.exists()
-    assert kept.read_text() == "kept"
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_full_disk_is_no_traceback(run):
-    status, _, err = run("policies", "dots", "--json", "/dev/full")
-    assert status == 2
-    assert "No space left" in err
-    assert "Traceback" not in err
-
-
 def test_a_missing_compiler_names_the_extra(refused, monkeypatch):
     from remat_kit._chip import target as _target
 
@@ -343,6 +88,7 @@ def test_a_missing_compiler_names_the_extra(refused, monkeypatch):
 
 
 # -- models that cannot be worked on ----------------------------------------------------------
+
 
 BROKEN = {
     "a loss that raises": (
@@ -599,21 +345,6 @@ def test_interrupted_by_a_signal_while_it_traces(model):
     assert err == "interrupted\n"
 
 
-def test_a_closed_pipe_is_silent():
-    command = f"{sys.executable} -m remat_kit policies --json - | head -n 1"
-    done = subprocess.run(
-        ["bash", "-c", command + "; echo ${PIPESTATUS[0]}"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.stderr == ""
-    first, status = done.stdout.splitlines()
-    assert first == "{"
-    assert int(status) in (0, 141)
-
-
 def test_version_and_help(run):
     status, out, _ = run("--version")
     assert status == 0
@@ -663,79 +394,3 @@ def test_colour_in_a_terminal(no_color):
     assert b"dots" in shown
     colours = [code for code in shown.split(b"\x1b[")[1:] if code[:2].startswith((b"3", b"9"))]
     assert not (no_color and colours)
-
-
-def test_inspect_writes_a_page_a_picture_and_a_trace(run, tmp_path):
-    pytest.importorskip("matplotlib")
-    page, picture, trace = (tmp_path / f"out.{kind}" for kind in ("html", "png", "json"))
-    files = ("--html", page, "--png", picture, "--perfetto", trace)
-    status, out, err = run("inspect", MLP, *SMALL, "--policy", "dots", "--target", "cpu", *files)
-    assert status == 0, err
-    assert out.startswith("policies\n")
-    assert f"<title>{MLP} · remat_kit</title>" in page.read_text(encoding="utf-8")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert {e["pid"] for e in json.loads(trace.read_text())["traceEvents"]} == {1, 2}
-
-
-def test_each_target_has_a_trace_of_its_own(run, tmp_path):
-    targets = ("--target", "cpu", "cpu@4GiB")
-    status, _, err = run("inspect", MLP, *SMALL, *targets, "--perfetto", tmp_path / "out.json")
-    assert status == 0, err
-    assert {p.name for p in tmp_path.iterdir()} == {"out-cpu.json", "out-cpu@4GiB.json"}
-
-
-def test_a_page_needs_no_target(run, tmp_path):
-    status, _, err = run("inspect", MLP, *SMALL, "--html", tmp_path / "out.html")
-    assert status == 0, err
-    assert (tmp_path / "out.html").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        (["--png", "out.png"], "`--png out.png`: without a target nothing is compiled"),
-        (["--perfetto", "o.json"], "`--perfetto o.json`: without a target nothing is compiled"),
-        (
-            ["--target", "cpu", "--png", "out.bmp"],
-            "`--png out.bmp`: .bmp is not a known picture format",
-        ),
-        (["--html", "/no/folder/x.html"], "`--html /no/folder/x.html`: it cannot be written: No"),
-        (["--html", "."], "`--html .`: it cannot be written: Is a directory"),
-    ],
-)
-def test_files_are_checked_before_the_work(refused, monkeypatch, words, wanted):
-    monkeypatch.setattr(_commands, "loaded", None)  # would fail otherwise
-    message, hint = refused("inspect", MLP, *words)
-    assert message.startswith(wanted)
-    assert hint
-
-
-# -- parts ------------------------------------------------------------------------------------
-
-
-def test_sizes():
-    wanted = {"a=1": 1, "b=-2": -2, "c=1e-3": 1e-3, "d=.5": 0.5, "e=True": True, "f=false": False}
-    wanted |= {"g=None": None, "h=bf16": "bf16", "i=": "", "j='1'": "1", "k=a=b": "a=b"}
-    wanted |= {"l=1_000": 1000, "m=1e": "1e"}
-    assert list(parse_sizes(list(wanted)).values()) == list(wanted.values())
-    assert [type(v) for v in parse_sizes(["a=1", "b=1.0"]).values()] == [int, float]
-    with pytest.raises(UserError, match="not of the form"):
-        parse_sizes(["=1"])
-
-
-def test_a_fault_after_the_users_last_line_is_ours(tmp_path):
-    from remat_kit._policy.reading import as_policy
-
-    source = tmp_path / "theirs.py"
-    source.write_text("def call(fn):\n    return fn()\n")
-    namespace = {}
-    exec(compile(source.read_text(), str(source), "exec"), namespace)
-
-    def caught(fn):
-        try:
-            namespace["call"](fn)
-        except Exception as error:
-            return user_line(error.__traceback__, tmp_path)
-
-    assert caught(lambda: {}["x"]) == f"{source}:2"
-    assert caught(lambda: as_policy("dost")) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 
 import hypothesis.strategies as st
 import jax
@@ -26,8 +25,6 @@ from remat_kit._policy.algebra import (
     recompute,
     save,
 )
-from remat_kit._policy.check import check, unmatched
-from remat_kit._policy.patterns import path_matches, prefix_matching
 from remat_kit._policy.reading import as_policy
 from remat_kit._policy.selectors import (
     cheap,
@@ -52,12 +49,11 @@ from remat_kit._units import format_bytes, parse_bytes
 
 RECOMPUTE, OFFLOAD, SAVE = Decision
 
-# -- strategies --------------------------------------------------------------------------------
 
+# -- strategies --------------------------------------------------------------------------------
 _words = st.sampled_from(["dot_general", "max", "attn_out", "mlp_up", "a*", "*_out", "it's", 'q"'])
 _sizes = st.one_of(st.integers(0, 1 << 40), st.sampled_from(["1KiB", "3MiB", "2kB"]))
 _paths = st.sampled_from(["*/mlp", "**/attn/**", "GPT/block_[01]", "*/attn/out", "?/x"])
-
 leaf_selectors = st.one_of(
     st.sampled_from([everything, nothing, dots, dots_no_batch, collective]),
     st.lists(_words, min_size=1, max_size=2).map(lambda p: primitive(*p)),
@@ -105,6 +101,7 @@ values = st.builds(
     flops=st.floats(0, 1e9),
     moved_bytes=st.floats(0, 1e9),
 )
+
 
 # -- the algebra -------------------------------------------------------------------------------
 
@@ -245,119 +242,8 @@ def test_an_explicit_match_explains_a_tie() -> None:
 # -- selectors ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("pattern", "path", "expected"),
-    [
-        ("GPT/mlp", "GPT/mlp", True),
-        ("GPT/mlp", "GPT/mlp/up", False),
-        ("*/mlp", "GPT/mlp", True),
-        ("*/mlp", "Root/GPT/block_0/mlp", True),
-        ("*/mlp", "mlp", False),
-        ("**/mlp", "mlp", True),
-        ("**/mlp", "a/b/mlp", True),
-        ("*", "GPT", True),
-        ("*", "GPT/mlp", False),
-        ("GPT/*", "GPT/mlp", True),
-        ("GPT/*", "GPT/mlp/up", False),
-        ("GPT/*/up", "GPT/mlp/up", True),
-        ("GPT/*/up", "GPT/a/b/up", False),
-        ("GPT/**", "GPT", True),
-        ("GPT/**/up", "GPT/up", True),
-        ("GPT/**/up", "GPT/a/b/up", True),
-        ("**", "", True),
-        ("*", "", False),
-        ("*/block_*", "GPT/block_12", True),
-        ("*/block_*", "GPT/my_block_1", False),
-        ("*/block_[0-3]", "GPT/block_3", True),
-        ("*/block_[!0-3]", "GPT/block_3", False),
-        ("*/block_?", "GPT/block_12", False),
-        ("a.b/c+", "a.b/c+", True),
-        ("a.b", "axb", False),
-        ("x[", "x[", True),
-    ],
-)
-def test_path_matches(pattern: str, path: str, expected: bool) -> None:
-    assert path_matches(pattern, path) is expected
-
-
-@pytest.mark.parametrize(
-    ("pattern", "path", "expected"),
-    [
-        ("*/block_*", "GPT/block_0/attn/out", "GPT/block_0"),
-        ("*/block_*", "Root/GPT/block_0", "Root/GPT/block_0"),
-        ("*/block_*", "block_0/mlp", "block_0"),
-        ("*/block_*", "block_0/block_1", "block_0"),
-        ("block_*", "GPT/block_0", None),
-        ("*/block_*", "GPT/head", None),
-        ("*/block_*", "", None),
-        ("**", "GPT", ""),
-    ],
-)
-def test_prefix_matching(pattern: str, path: str, expected: str | None) -> None:
-    assert prefix_matching(pattern, path) == expected
-
-
-@given(_paths, st.lists(st.sampled_from(["GPT", "block_0", "mlp", "attn", "out"]), max_size=5))
-def test_a_module_selects_all_inside_it(pattern: str, parts: list[str]) -> None:
-    prefixes = ["/".join(parts[:n]) for n in range(len(parts) + 1)]
-    selected = module(pattern).matches(Value(module=prefixes[-1]))
-    assert selected == any(path_matches(pattern, p) for p in prefixes)
-
-
-@pytest.mark.parametrize("pattern", ["", "/mlp", "mlp/", "a//b"])
-def test_paths_with_empty_components_are_refused(pattern: str) -> None:
-    with pytest.raises(PolicyError, match="hint: "):
-        module(pattern)
-
-
-def test_dots_see_batch_axes() -> None:
-    def dot(batch: tuple[int, ...]) -> Value:
-        numbers = (((1 + len(batch),), (len(batch),)), (batch, batch))
-        return Value(primitives=("jit", "dot_general"), params={"dimension_numbers": numbers})
-
-    assert dots.matches(dot(()))
-    assert dots.matches(dot((0,)))
-    assert dots_no_batch.matches(dot(()))
-    assert not dots_no_batch.matches(dot((0,)))
-    assert not dots_no_batch.matches(Value(primitives=("dot_general",)))
-    for name in ("conv_general_dilated", "scaled_matmul_wrapper", "ragged_dot_general"):
-        assert dots.matches(Value(primitives=(name,)))
-    for batch, expected in ((1, True), (2, False)):
-        operand = jax.ShapeDtypeStruct((batch, 8, 8), jnp.float32)
-        value = Value(primitives=("scaled_matmul_wrapper",), in_avals=(operand,))
-        assert dots_no_batch.matches(value) is expected
-
-
-def test_collectives() -> None:
-    for name in ("psum", "psum_invariant", "all_gather", "reduce_scatter", "all_to_all", "pmax"):
-        assert collective.matches(Value(primitives=(name,)))
-    for name in ("reduce_sum", "dot_general", "pbroadcast", "pvary"):
-        assert not collective.matches(Value(primitives=(name,)))
-
-
-def test_source_lines() -> None:
-    value = Value(source=("/home/me/net/model.py", 130))
-    for place in ("model.py", "net/model.py", "model.py:130", "model.py:120-140"):
-        assert source(place).matches(value), place
-    for place in ("odel.py", "other.py", "model.py:131", "model.py:131-140"):
-        assert not source(place).matches(value), place
-    assert source("net/model.py").matches(Value(source=("C:\\net\\model.py", 1)))
-
-
-def test_where_shows_its_function() -> None:
-    selector = where(_is_image)
-    assert selector.matches(Value(shape=(1, 2, 3, 4)))
-    assert selector == where(_is_image)
-    assert repr(save(selector)).endswith("._is_image))")
-
-
 def _is_image(value: Value) -> bool:
     return len(value.shape) == 4
-
-
-@given(st.integers(0, 1 << 60))
-def test_byte_sizes_survive_the_repr(n: int) -> None:
-    assert _recipe.parse(repr(larger_than(n))) == save(larger_than(n))
 
 
 def test_bytes_are_read_and_written() -> None:
@@ -372,41 +258,6 @@ def test_bytes_are_read_and_written() -> None:
 def test_sizes_that_are_none(text: object) -> None:
     with pytest.raises(PolicyError, match="not a size in bytes"):
         parse_bytes(text)  # pyright: ignore[reportArgumentType]
-
-
-# -- regular expressions ------------------------------------------------------------------------
-
-_letters = st.sampled_from(["a", "b", ".", " ", r"\w", r"\d", "[ab]", "[^a]", "^", "$", r"\b", ""])
-_repetitions = st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "{3,}", "*?", "{0,2}?"])
-_looks = st.sampled_from(["(?=", "(?!", "(?:"])
-_patterns = st.recursive(
-    _letters | st.sampled_from(["(?<=a)", "(?<!b)"]),
-    lambda inner: st.one_of(
-        st.tuples(inner, inner).map("".join),
-        st.tuples(inner, inner).map("({0[0]}|{0[1]})".format),
-        st.tuples(inner, _repetitions).map("({0[0]}){0[1]}".format),
-        st.tuples(_looks, inner).map("{0[0]}{0[1]})".format),
-    ),
-    max_leaves=6,
-)
-
-
-@given(st.sampled_from(["", "(?i)"]), _patterns.filter(bool), st.text("abAB 1", max_size=6))
-def test_names_match_as_re_matches_them(flags: str, pattern: str, name: str) -> None:
-    expected = re.fullmatch(flags + pattern, name) is not None
-    assert named_regex(flags + pattern).matches(Value(names=(name,))) == expected
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        *("(a+)+b", "(a|a)*b", "a?" * 30 + "a" * 30 + "b", "a*" * 100 + "b", "(.*.*.*)*=.*"),
-        *("(" * 40 + "a" + ")*" * 40 + "b", "((a{9999}){9999}){9999}", "(?=(a+)+b)(.*a){30}"),
-    ],
-)
-def test_no_pattern_takes_forever(pattern: str) -> None:
-    """`re` takes longer than anybody waits for some of these."""
-    assert not named_regex(pattern).matches(Value(names=("a" * 40,)))
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -462,141 +313,6 @@ def test_refusals_say_what_to_do(build, said: str, hinted: str) -> None:
 def test_memory_kinds_are_checked() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'pinned_host'"):
         offload(dots, to="pined_host")
-
-
-# -- whatever stands for a policy --------------------------------------------------------------
-
-
-def test_as_policy() -> None:
-    assert as_policy(None) is None
-    assert as_policy("none") is None
-    assert as_policy(dots) == save(dots)
-    assert as_policy(save(dots)) == save(dots)
-    assert as_policy("dots") == save(dots)
-    assert as_policy("recompute(primitive('max'))") == recompute(primitive("max"))
-    saveable = jax.checkpoint_policies.nothing_saveable
-    assert as_policy(saveable) == callable_policy(saveable)
-
-
-def test_tables_from_configuration_files() -> None:
-    assert as_policy({"policy": "uniform:2"}) == uniform(2)
-    assert as_policy({"policy": "none"}) is None
-    assert as_policy({"save": "a", "offload": "b"}) == save(named("a")) | offload(named("b"))
-    table = {
-        "recompute": {"primitive": ["max", "exp"]},
-        "save": ["a", "b", {"module": "*/attn", "primitive": "tanh"}],
-        "offload": {"module": ["*/mlp"]},
-        "to": "unpinned_host",
-    }
-    assert as_policy(table) == recompute(primitive("max", "exp")) >> (
-        save(named("a", "b") | module("*/attn") | primitive("tanh"))
-        | offload(module("*/mlp"), to="unpinned_host")
-    )
-    assert as_policy({"recompute": {"name": "x"}}) == recompute(named("x"))
-    assert as_policy({"save": []}) == save(nothing)
-
-
-@pytest.mark.parametrize(
-    ("table", "said"),
-    [
-        ({"sav": ["a"]}, "did you mean 'save'"),
-        ({"save": {"modul": "*/mlp"}}, "did you mean 'module'"),
-        ({}, "must have 'policy' alone"),
-        ({"to": "pinned_host"}, "must have 'policy' alone"),
-        ({"policy": "dots", "save": ["a"]}, "must have 'policy' alone"),
-        ({"save": 3}, "3 selects no value"),
-        ({"save": {}}, "selects no value"),
-    ],
-)
-def test_tables_that_are_none(table: dict, said: str) -> None:
-    with pytest.raises((PolicyError, UnknownNameError), match=said):
-        as_policy(table)
-
-
-# -- checks against a function -----------------------------------------------------------------
-
-_MODEL = [
-    Value(primitives=("dot_general",), names=("attn_out",), module="GPT/block_0/attn/out"),
-    Value(primitives=("custom_jvp_call", "jit", "max"), module="GPT/block_0/mlp"),
-    Value(primitives=("my_kernel",), names=("mlp_up",), module="GPT/block_0/mlp/up"),
-]
-
-
-@pytest.mark.parametrize(
-    ("policy", "word", "near"),
-    [
-        (save(named("atn_out")), "atn_out", "'attn_out'"),
-        (save(named("attn_*", "mlp_dwn*")), "mlp_dwn*", "'mlp_up'"),
-        (recompute(~named("atn_out")), "atn_out", "'attn_out'"),
-        (save(named_regex("atn_out")), "atn_out", "'attn_out'"),
-        (save(dots) | offload(module("*/mpl")), "*/mpl", "'*/mlp'"),
-        (offload(module("*/atn/out")), "*/atn/out", "'*/attn/out'"),
-        (offload(module("*/mpl/**")), "*/mpl/**", "'*/mlp/**'"),
-        (offload(module("GPT/block_0/atn")), "GPT/block_0/atn", "'GPT/block_0/attn'"),
-        (save(primitive("dot_generl")), "dot_generl", "'dot_general'"),
-        (save(primitive("my_kernl")), "my_kernl", "'my_kernel'"),
-        (uniform(2, keep=named("atn_out")), "atn_out", "'attn_out'"),
-        (segments("attn_out", "mlp_u"), "mlp_u", "'mlp_up'"),
-    ],
-)
-def test_what_matches_nothing_is_an_error(policy: Policy, word: str, near: str) -> None:
-    with pytest.raises(UnknownNameError) as caught:
-        check(policy, _MODEL, call="policy(...)")
-    assert f"named {word!r}" in caught.value.message
-    assert "`policy(...)`" in caught.value.message
-    assert near in (caught.value.hint or "")
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        save(named("attn_*", "mlp_up")),
-        save(named("atn_out", strict=False)),
-        save(module("*/atn", strict=False)),
-        save(module("*/mlp", "**/attn", "GPT/**")),
-        save(primitive("tanh", "conv_*", "my_kernel", "max")),
-        save(larger_than("1GiB")),
-        segments("attn_out"),
-    ],
-)
-def test_what_exists_passes_the_check(policy: Policy) -> None:
-    check(policy, iter(_MODEL), call="policy(...)")
-
-
-def test_the_known_primitives_can_be_given() -> None:
-    with pytest.raises(UnknownNameError):
-        check(save(primitive("tanh")), _MODEL, primitives=["exp"])
-
-
-def test_a_model_without_names_says_so() -> None:
-    with pytest.raises(UnknownNameError, match="there is no checkpoint name here at all"):
-        check(save(named("x")), [Value()])
-
-
-def test_unmatched_rules() -> None:
-    p = save(named("attn_out")) | offload(larger_than("1GiB")) | save(nothing)
-    assert unmatched(p, iter(_MODEL)) == ["offload(larger_than('1GiB'))"]
-    assert unmatched(uniform(2, keep=dots), _MODEL) == []
-
-
-# -- structural policies -----------------------------------------------------------------------
-
-
-def test_structural_policies_decide_as_what_they_keep() -> None:
-    keep = save(dots) | offload(named("attn_out"))
-    for p in (
-        uniform(2, keep=keep),
-        block(2, keep=keep),
-        nested(keep=keep),
-        segments("a", keep=keep),
-    ):
-        for v in _MODEL:
-            assert p.decide(v) == keep.decide(v)
-            assert p.matches(v) == keep.matches(v)
-            assert p.rule(v) == keep.rule(v)
-            assert p.destination(v) == keep.destination(v)
-        assert list(p.leaves()) == [dots, named("attn_out")]
-    assert uniform(2).decide(_MODEL[0]) is RECOMPUTE
 
 
 # -- plain JAX policies ------------------------------------------------------------------------

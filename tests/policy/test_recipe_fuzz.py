@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import string
-import time
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
+from watchdog import watched
 
 from remat_kit._errors import RematKitError
 from remat_kit._policy import recipe as _recipe
@@ -80,7 +80,6 @@ WORDS = (
         "{9999999999}",
     ),
 )
-SECONDS = 10.0  # of this process; most take a millisecond
 
 
 @st.composite
@@ -97,14 +96,13 @@ def mutated(draw, texts):
 
 
 def attempt(read, given):
-    """Read something, which gives a value or an error of ours with a hint, soon."""
-    start = time.process_time()
+    """Read something, which gives a value or an error of ours with a hint, and ends."""
     refusal = found = None
     try:
-        found = read(given)
+        with watched():
+            found = read(given)
     except RematKitError as error:
         refusal = error
-    assert time.process_time() - start < SECONDS
     assert refusal is None or refusal.hint
     assert len(str(refusal)) < 5000
     return found
@@ -206,11 +204,10 @@ def test_large_policies_are_read_or_refused_at_once(text):
 def test_patterns_take_no_exponential_time():
     from remat_kit._policy.patterns import path_matches, prefix_matching
 
-    start = time.process_time()
-    assert not path_matches("*/" + "*a" * 30 + "b", "Net/" + "a" * 60)
-    assert not path_matches("**/" * 30 + "b", "a/" * 30 + "a")
-    assert prefix_matching("*/" + "*a" * 30 + "*", "Net/" + "a" * 60) == "Net/" + "a" * 60
+    with watched():
+        assert not path_matches("*/" + "*a" * 30 + "b", "Net/" + "a" * 60)
+        assert not path_matches("**/" * 30 + "b", "a/" * 30 + "a")
+        assert prefix_matching("*/" + "*a" * 30 + "*", "Net/" + "a" * 60) == "Net/" + "a" * 60
     assert path_matches("*/b*_[0-9]?", "Net/block_12")
     assert path_matches("*/*lo*k*", "Net/block_12")
     assert not path_matches("*/*lo*k", "Net/block_12")
-    assert time.process_time() - start < 2

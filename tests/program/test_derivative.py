@@ -53,75 +53,6 @@ def test_integer_outputs_have_no_tangents():
     same(total, X.sum())
 
 
-# -- rules of `jax.custom_jvp` --------------------------------------------------------------------
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def spike(x, slope):
-    del slope
-    return (x > 0).astype(x.dtype)
-
-
-@spike.defjvp
-def _(slope, primals, tangents):
-    width = slope["width"] if isinstance(slope, dict) else slope
-    return spike(primals[0], slope), tangents[0] * width / (1 + jnp.abs(primals[0])) ** 2
-
-
-STATIC = {
-    "floats": (1.0, 10.0, 100.0),
-    "equal numbers of other types": (1, True, 1.0),
-    "signs of zero": (0.0, -0.0, 1.0),
-    "arrays": tuple(np.full((), s, np.float32) for s in (1, 10, 100)),
-    "trees": tuple({"width": s} for s in (1.0, 10.0, 100.0)),
-}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("static", STATIC)
-def test_blocks_on_one_line_keep_their_static_arguments(static, policy, implementation):
-    def net(weights, x):
-        for i, (w, slope) in enumerate(zip(weights, STATIC[static], strict=True)):
-            with jax.named_scope(f"layer_{i}"):
-                x = spike(x @ w, slope)
-        return x.sum()
-
-    weights = [W, 2 * W, 3 * W]
-    decorated = remat_kit.policy(policy, at="layer_*")(net)
-    same(jax.grad(decorated)(weights, X), jax.grad(net)(weights, X))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_function_called_with_other_static_arguments_has_another_derivative(policy):
-    @remat_kit.policy(policy, static_argnums=1)
-    def layer(x, slope):
-        return spike(jnp.sin(x), slope).sum()
-
-    for slope in (1.0, 10.0, 1.0):
-        expected = jax.grad(lambda x, slope=slope: spike(jnp.sin(x), slope).sum())(X)
-        same(jax.grad(layer)(X, slope), expected)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_rules_that_are_made_in_a_loop_are_told_apart(policy):
-    def scaled(scale):
-        @jax.custom_jvp
-        def identity(x):
-            return x + 0.0
-
-        identity.defjvp(lambda primals, tangents: (primals[0] + 0.0, scale * tangents[0]))
-        return identity
-
-    def net(x):
-        for i, layer in enumerate(layers):
-            with jax.named_scope(f"layer_{i}"):
-                x = layer(jnp.sin(x))
-        return x.sum()
-
-    layers = [scaled(s) for s in (1.0, 10.0, 100.0)]
-    same(jax.grad(remat_kit.policy(policy, at="layer_*")(net))(X), jax.grad(net)(X))
-
-
 # -- rules of `jax.custom_vjp` that are not linear ------------------------------------------------
 
 
@@ -153,7 +84,6 @@ def mean_loss(x):
 
 
 mean_loss.defvjp(lambda x: (mean_loss(x), x), lambda x, _: (jnp.full_like(x, 1 / x.size),))
-
 LOSSES = {
     "the first output": lambda x, w: normalised(jnp.sin(x @ w), w)[0].sum(),
     "the second output": lambda x, w: normalised(jnp.sin(x), w)[1].sum(),

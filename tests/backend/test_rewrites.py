@@ -1,0 +1,208 @@
+"""Rewritten operations compute the same values and derivatives."""
+
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from shapes import struct
+from zoo import load
+
+import remat_kit
+from remat_kit import _jax
+from remat_kit._backend import rewrites as _rewrites
+from remat_kit._chip.target import target
+from remat_kit._planner import frontier as _frontier
+from remat_kit._planner.simulate import Segment
+
+LAYERS, BATCH = 8, 512
+
+
+def values():
+    keys = iter(jax.random.split(jax.random.key(1), 2 * LAYERS + 1))
+    ws = [
+        (jax.random.normal(next(keys), (16, 64)) / 4, jax.random.normal(next(keys), (64, 16)) / 8)
+        for _ in range(LAYERS)
+    ]
+    return ws, jax.random.normal(next(keys), (BATCH, 16))
+
+
+def test_a_relu_by_its_output_has_the_same_derivative():
+    """Zeros of both signs, what is no number and infinities included; second derivatives too."""
+    x = jnp.array([-jnp.inf, -1.5, -0.0, 0.0, 1e-45, 2.0, jnp.inf, jnp.nan])
+    ct = jnp.array([1.0, jnp.nan, 2.0, 3.0, 4.0, -5.0, 6.0, 7.0])
+    (eqn,) = jax.make_jaxpr(jax.nn.relu)(x).eqns
+    other = _rewrites.relu_by_output(eqn)
+    assert other is not eqn
+
+    @jax.jit
+    def replaced(x):
+        return _jax.bind(other, [x])[0]
+
+    pair = jax.nn.relu, replaced
+    np.testing.assert_array_equal(*(jax.vjp(f, x)[1](ct)[0] for f in pair))
+    np.testing.assert_array_equal(*(jax.jvp(f, (x,), (ct,))[1] for f in pair))
+    np.testing.assert_array_equal(
+        *(jax.hessian(lambda x, f=f: jnp.sum(f(x) ** 3))(x) for f in pair)
+    )
+    (square,) = jax.make_jaxpr(jnp.square)(x).eqns
+    assert _rewrites.relu_by_output(square) is square
+
+
+def convolved(x, kernel, stride=2):
+    """A convolution of images."""
+    return jax.lax.conv_general_dilated(
+        x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
+def test_a_convolution_with_late_copies_has_the_same_derivative(dtype):
+    """One argument at a time and both, forward, batched and twice."""
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], (4, 8, 8, 3), dtype)
+    kernel = jax.random.normal(keys[1], (3, 3, 3, 5), dtype)
+    (eqn,) = jax.make_jaxpr(convolved)(x, kernel).eqns
+    other = _rewrites.convolution_with_late_copies(eqn)
+    assert other is not eqn
+
+    def replaced(x, kernel):
+        return _jax.bind(other, [x, kernel])[0]
+
+    def all_of(f):
+        def loss(x, kernel):
+            return jnp.sum(f(x, kernel).astype(jnp.float32) ** 2)
+
+        def twice(x, kernel):
+            return sum(jnp.vdot(g, g) for g in jax.grad(loss, (0, 1))(x, kernel))
+
+        once = [jax.jit(jax.grad(loss, n))(x, kernel) for n in (0, 1, (0, 1))]
+        once += [jax.jit(jax.vmap(jax.grad(loss, (0, 1)), (0, None)))(jnp.stack([x, -x]), kernel)]
+        once += [jax.jit(lambda *v: jax.jvp(f, v, v))(x, kernel)]
+        return once, jax.jit(jax.grad(twice, (0, 1)))(x, kernel)
+
+    (found, found_twice), (wanted, wanted_twice) = map(all_of, (replaced, convolved))
+    chex.assert_trees_all_equal(found, wanted)
+    # The terms of a second derivative are summed in another order.
+    chex.assert_trees_all_close(found_twice, wanted_twice, rtol=1e-4, atol=1e-2)
+    (square,) = jax.make_jaxpr(jnp.square)(x).eqns
+    assert _rewrites.convolution_with_late_copies(square) is square
+
+
+def pooled(weights, x):
+    for k, w in enumerate(weights):
+        with jax.named_scope(f"block_{k}"):
+            x = jnp.tanh(jax.lax.conv_general_dilated(x, w, (1, 1), "SAME"))
+            x = -jnp.abs(jnp.round(4 * x)) + x / 8  # ties
+            if k == 1:
+                x = jax.lax.reduce_window(
+                    x, -jnp.inf, jax.lax.max, (1, 1, 3, 3), (1, 1, 2, 2), "SAME"
+                )
+    return jnp.mean(x**2)
+
+
+POOLED = [(8, 3, 3, 3)] + [(8, 8, 3, 3)] * 3, (4, 3, 18, 18)
+
+
+def pooled_args(scale=1):
+    shapes, (n, *image) = POOLED
+    keys = jax.random.split(jax.random.key(0), len(shapes) + 1)
+    weights = [jax.random.normal(k, s) / 4 for k, s in zip(keys, shapes, strict=False)]
+    return weights, jax.random.normal(keys[-1], (scale * n, *image))
+
+
+@pytest.mark.parametrize("padding", [((0, 0), (0, 0)), ((1, 1), (0, 2))])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("smallest", [False, True])
+@pytest.mark.parametrize(
+    ("derivative", "values"),
+    [
+        (_rewrites._late_scatter, "ties"),
+        *((_rewrites._by_place, values) for values in ("ties", "infinite", "nan")),
+    ],
+)
+def test_lean_pooling_changes_no_derivative(derivative, smallest, values, dtype, padding):
+    key, other = jax.random.split(jax.random.key(1))
+    x = jnp.round(3 * jax.random.normal(key, (5, 9, 8))).astype(dtype)
+    strange = {"infinite": -jnp.inf, "nan": jnp.nan}.get(values, 0)
+    x = jnp.where(jax.random.uniform(other, x.shape) < 0.4, strange, x)
+    window, strides, padding = (1, 3, 2), (1, 2, 1), ((0, 0), *padding)
+    start, reducer = (jnp.inf, jax.lax.min) if smallest else (-jnp.inf, jax.lax.max)
+
+    @jax.jit
+    def found(x, ct):
+        return derivative(
+            ct,
+            x,
+            select_prim=jax.lax.le_p if smallest else jax.lax.ge_p,
+            window_dimensions=window,
+            window_strides=strides,
+            padding=padding,
+        )
+
+    def pool(x):
+        return jax.lax.reduce_window(x, start, reducer, window, strides, padding)
+
+    ct = jax.random.normal(jax.random.key(2), jax.eval_shape(pool, x).shape, dtype)
+    wanted = jax.jit(lambda x, ct: jax.vjp(pool, x)[1](ct)[0])(x, ct)
+    np.testing.assert_array_equal(found(x, ct), wanted)
+
+
+def test_what_flows_back_through_a_large_window_is_left_to_xla():
+    x = jax.random.normal(jax.random.key(0), (40, 40))
+
+    def pool(x):
+        return jnp.sum(jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (9, 9), (3, 2), "VALID"))
+
+    front = remat_kit.frontier(pool, x)
+    planned = remat_kit.policy(front.policy(front.points[-1]))(pool)
+    np.testing.assert_array_equal(jax.jit(jax.grad(planned))(x), jax.jit(jax.grad(pool))(x))
+    assert "select_and_scatter" in jax.jit(jax.grad(planned)).lower(x).as_text()
+
+
+@pytest.mark.parametrize("regions", [False, True])
+def test_on_cpus_the_derivative_of_pooling_keeps_a_byte_of_each_window(monkeypatch, regions):
+    def loss(w, x):
+        y = jnp.tanh(jax.lax.conv_general_dilated(x, w, (1, 1), "SAME"))
+        window, strides = (1, 1, 3, 3), (1, 1, 2, 2)
+        y = jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, window, strides, "SAME")
+        return jnp.mean(jnp.tanh(y) ** 2)
+
+    args = struct(16, 3, 3, 3), struct(8, 3, 128, 128)
+    graph = remat_kit.frontier(loss, *args).graph
+    n = len(graph.equations)
+    planned = remat_kit.policy(_frontier.policy_of(graph, (Segment(0, n, plain=not regions),)))
+    lean = remat_kit.measure(planned(loss), *args).temp_bytes
+    monkeypatch.setattr(_rewrites, "lean_pooling", lambda eqn: eqn)
+    xla = remat_kit.measure(planned(lambda *args: loss(*args)), *args).temp_bytes
+    pooled = 8 * 16 * 128 * 128 * 4
+    assert xla - lean > 0.9 * pooled  # the zeros at least; and indices for the places
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_every_pooling_of_a_plan_makes_its_zeros_late(nested):
+    weights, x = pooled_args()
+    graph = remat_kit.frontier(pooled, weights, x).graph
+    n = len(graph.equations)
+    parts = tuple(Segment(lo, hi) for lo, hi in itertools.pairwise((0, n // 3, 2 * n // 3, n)))
+    schedule = (Segment(0, n, inside=parts),) if nested else parts
+    planned = remat_kit.policy(_frontier.policy_of(graph, schedule))(pooled)
+    step = jax.jit(jax.grad(planned)).trace(weights, x)
+    text = step.lower(lowering_platforms=("cuda",)).as_text()
+    scatters = text.count("stablehlo.select_and_scatter")
+    assert 0 < scatters == text.count("stablehlo.shift_right_logical")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not target("h100").available, reason="needs the CUDA plugin")
+def test_on_gpus_zeros_to_scatter_into_come_late(monkeypatch):
+    fn, args = load("resnet").build(depth=18, batch=16, image=64, width=16, classes=10)
+    found = remat_kit.frontier(fn, *args, target="h100")
+    plan = remat_kit.policy(found.policy(found.points[0]))
+    late = remat_kit.measure(plan(fn), *args, target="h100")
+    monkeypatch.setattr(_rewrites, "lean_pooling", lambda eqn: eqn)
+    early = remat_kit.measure(plan(lambda *args: fn(*args)), *args, target="h100")
+    zeros = 16 * 32 * 32 * 16 * 4
+    assert early.temp_bytes - late.temp_bytes > 0.9 * zeros

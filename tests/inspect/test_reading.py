@@ -1,0 +1,50 @@
+"""A compiled program read back beside its traced program."""
+
+import time
+
+import pytest
+from compiled_programs import TARGETS, gpt, needs
+from zoo import load
+
+from remat_kit import inspect
+from remat_kit._chip.compile import compile_program
+from remat_kit._inspect.reading import TracedReading, read
+from remat_kit._inspect.residuals import residuals_of
+from remat_kit._program.gradient import trace_gradient
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_duplicates_in_the_compiled_program(target):
+    model, args = gpt.build("nothing", size="tiny", batch=4, layers=3, scan=True)
+    found = inspect(model, *args, target=needs(target)).to_json()["hlo_recomputed"][target]
+    assert {r["state"] for r in found} <= {"kept", "fused", "removed"}
+    up = [r for r in found if r["module"] == "GPT/block_scan/mlp/up" and r["heavy"]]
+    assert [r["primitive"] for r in up] == ["dot_general"]
+    # once in the text, three times in the run
+    assert up[0]["flops"] == pytest.approx(3 * 2 * 4 * 16 * 32 * 128, rel=0.01)
+    assert target == "tpu-v5e" or up[0]["bytes"] > 0  # so small that it stays in vector memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [
+        ("resnet", {"depth": 152, "batch": 2, "policy": "nothing"}),
+        ("gpt", {"size": "72l", "batch": 1, "seq": 256, "policy": "nothing"}),
+    ],
+    ids=["resnet-152", "gpt-72"],
+)
+def test_the_largest_programs_are_read_back_in_seconds(model, size, tmp_path):
+    fn, args = load(model).build(**size)
+    gradient = trace_gradient(fn, args, 0, call="test")
+    traced = TracedReading.of(gradient, residuals_of(gradient), fn, args, 0)
+    compiled = compile_program(fn, args, "cpu")
+    begin = time.process_time()  # whatever else the machine does
+    reading = read(compiled, traced)
+    seconds = time.process_time() - begin
+    print(f"{model}: {len(reading.schedule.steps)} steps read back in {seconds:.2f} s")
+    assert seconds < 10
+    page = tmp_path / "page.html"
+    inspect(fn, *args, target="cpu").to_html(page)
+    print(f"{model}: a page of {page.stat().st_size / 2**20:.2f} MiB")
+    assert page.stat().st_size < 5e6

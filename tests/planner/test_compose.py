@@ -1,0 +1,90 @@
+"""The dynamic program over chains, beside the binomial schedule and the simulation."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from planner_graphs import tower, traced
+from shapes import struct
+
+from remat_kit._planner import compose as _compose
+from remat_kit._planner import mincut as _mincut
+from remat_kit._planner import proposals as _proposals
+from remat_kit._planner.simulate import Segment, simulate
+
+
+def cumulative(depth, size=1024):
+    """A chain of equal steps of one operation each, whose derivative reads its input."""
+
+    def loss(x):
+        for _ in range(depth):
+            x = jnp.sin(jax.lax.cumsum(x))
+        return jnp.sum(x)
+
+    return traced(loss, struct(size))
+
+
+def binomial(steps, slots):
+    """Griewank's schedule: how many forward steps it runs again, and where it splits."""
+    if steps == 1:
+        return 0, 0
+    if slots == 1:
+        return sum(range(steps)), steps - 1
+    return min(
+        (k + binomial(steps - k, slots - 1)[0] + binomial(k, slots)[0], k) for k in range(1, steps)
+    )
+
+
+def binomial_schedule(marks, slots):
+    """The same as nested regions over the stretches between ``marks``."""
+    steps = len(marks) - 1
+    if steps == 1:
+        return (Segment(marks[0], marks[1]),)
+    _, k = binomial(steps, slots)
+    first = binomial_schedule(marks[: k + 1], slots)
+    if k > 1:
+        first = (Segment(marks[0], marks[k], inside=first),)
+    return (*first, *binomial_schedule(marks[k:], max(1, slots - 1)))
+
+
+def test_homogeneous_chains_are_no_worse_than_binomial():
+    depth = 12
+    graph = cumulative(depth, size=4096)
+    starts = [e.index for e in graph.equations if e.primitive == "cumsum"]
+    marks = [*starts, len(graph.equations)]
+    found = _proposals.candidates(graph)
+    for slots in (1, 2, 3, 4, 6):
+        theirs = simulate(graph, binomial_schedule(marks, slots))
+        ours = [c.cost.extra_seconds for c in found if c.cost.peak_bytes <= theirs.peak_bytes]
+        assert ours, slots
+        assert min(ours) <= theirs.extra_seconds * (1 + 1e-9), slots
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_chain_knows_what_its_schedules_take(share, monkeypatch):
+    graph = tower(24, batch=256)
+    worth = _mincut.Worth.of_graph(graph, share)
+    seen, forms = [], set()
+    schedule = _compose.Composer.schedule
+
+    def spy(self, choice, chosen, region, m):
+        found, size = schedule(self, choice, chosen, region, m), self.size
+        cost = simulate(graph, found)
+        t, room, work = 0, m, 0.0
+        while t < self.chain.count:
+            item, region = chosen[t][choice[t][region][room]]
+            work += item.work
+            if item.form in ("nest", "layer"):
+                work += self.inside(item)[room - item.room(size)]
+            forms.add(item.form)
+            room -= item.slots(size)[0]
+            t = item.last + 1
+        seen.append((m * size, cost.peak_bytes, work, self.chain.worth.extra(cost)))
+        return found
+
+    monkeypatch.setattr(_compose.Composer, "schedule", spy)
+    _proposals.candidates(graph, worth=worth)
+    assert len(seen) > 20
+    assert forms >= {"plain", "leaf", "layer", "nest"}
+    for room, peak, work, extra in seen:
+        assert 0.85 * room <= peak <= 1.05 * room
+        assert extra == pytest.approx(work, rel=1e-6, abs=1e-12)

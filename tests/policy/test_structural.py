@@ -1,0 +1,39 @@
+"""Structural policies."""
+
+from __future__ import annotations
+
+from remat_kit._policy.algebra import (
+    Decision,
+    offload,
+    save,
+)
+from remat_kit._policy.selectors import (
+    dots,
+    named,
+)
+from remat_kit._policy.structural import block, nested, segments, uniform
+from remat_kit._program.value import Value
+
+RECOMPUTE, OFFLOAD, SAVE = Decision
+_MODEL = [
+    Value(primitives=("dot_general",), names=("attn_out",), module="GPT/block_0/attn/out"),
+    Value(primitives=("custom_jvp_call", "jit", "max"), module="GPT/block_0/mlp"),
+    Value(primitives=("my_kernel",), names=("mlp_up",), module="GPT/block_0/mlp/up"),
+]
+
+
+def test_structural_policies_decide_as_what_they_keep() -> None:
+    keep = save(dots) | offload(named("attn_out"))
+    for p in (
+        uniform(2, keep=keep),
+        block(2, keep=keep),
+        nested(keep=keep),
+        segments("a", keep=keep),
+    ):
+        for v in _MODEL:
+            assert p.decide(v) == keep.decide(v)
+            assert p.matches(v) == keep.matches(v)
+            assert p.rule(v) == keep.rule(v)
+            assert p.destination(v) == keep.destination(v)
+        assert list(p.leaves()) == [dots, named("attn_out")]
+    assert uniform(2).decide(_MODEL[0]) is RECOMPUTE
