@@ -1,4 +1,4 @@
-"""What XLA's CPU compiler does, alone."""
+"""What the planner asks a compiler."""
 
 import jax
 import jax.numpy as jnp
