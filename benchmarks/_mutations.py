@@ -338,8 +338,8 @@ MUTATIONS = (
         "other_attributes",
         "An attribute that a decorated NNX module sets is not seen on the original.",
         "remat_kit/_frameworks/classes.py",
-        'object.__setattr__(made, "__dict__", vars(x))',
-        'object.__setattr__(made, "__dict__", dict(vars(x)))',
+        'object.__setattr__(twin, "__dict__", vars(x))',
+        'object.__setattr__(twin, "__dict__", dict(vars(x)))',
         ("tests/apply/test_decorate.py::test_nnx_instance_shares_its_attributes",),
     ),
     Mutation(

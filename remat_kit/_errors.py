@@ -1,4 +1,4 @@
-"""The errors that remat_kit raises.
+"""Which errors does remat_kit raise, and what does a message contain?
 
 ::
 
@@ -12,12 +12,12 @@
     │   ├── MissingPluginError   the package with the compiler is not installed
     │   └── CompileError         the compiler refused the program, or its process ended
     ├── CheckError               a check of `remat_kit.testing` failed
-    └── InternalError            a fault of remat_kit itself; please report it
+    └── InternalError            a bug in remat_kit; please report it
 
-    RematKitWarning              a policy that has no effect, and why; a `UserWarning`
+    RematKitWarning              a policy has no effect, for the given reason; a `UserWarning`
 
-Every message names the call in backticks, says what was given and why it cannot work, and ends
-with a line that starts with ``hint:`` and says what to do.
+Every message names the call in backticks and says which value was given and why it cannot work. It
+ends with a line that starts with ``hint:`` and says what to do instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RematKitError(Exception):
 
     Args:
         message: names the call in backticks and says why it cannot work.
-        hint: what to do.
+        hint: what to do instead; it becomes the last line of the text.
 
     remat_kit raises subclasses of this class, never the class itself.
     """
@@ -50,7 +50,8 @@ class RematKitError(Exception):
 class UserError(RematKitError, ValueError):
     """The call cannot work as it is written. Also a `ValueError`.
 
-    Raised by every public function for arguments that do not fit.
+    Raised by every public function for arguments that do not fit, and in the place of the
+    ValueError and TypeError that `jax.checkpoint` raises for its options.
 
     >>> import remat_kit
     >>> remat_kit.target("h100@0")
@@ -117,7 +118,7 @@ class BuildError(UserError):
 
 
 class TargetError(RematKitError, RuntimeError):
-    """This machine cannot compile for a chip. Also a `RuntimeError`.
+    """This machine cannot compile for a chip. Also a `RuntimeError`, like the errors of XLA.
 
     Raised by `remat_kit.target`, `measure`, `inspect`, `plan`, `max_batch` and `fit`.
 
@@ -131,9 +132,10 @@ class TargetError(RematKitError, RuntimeError):
 
 
 class MissingPluginError(TargetError):
-    """The package with the compiler of the chip is not installed.
+    """The package that contains the compiler for the chip is not installed.
 
-    Raised by every function that compiles; `Target.available` says it before.
+    Raised by every function that compiles. `Target.available` tells in advance whether the package
+    is installed.
 
     >>> print(MissingPluginError("no compiler", hint="pip install 'remat-kit[tpu]'"))
     no compiler
@@ -142,10 +144,10 @@ class MissingPluginError(TargetError):
 
 
 class CompileError(TargetError):
-    """The compiler refused the program, or its process ended without an answer.
+    """XLA refused the program, or its process ended without a result.
 
-    Raised by every function that compiles. A program that only needs too much memory raises no
-    error; see `Memory.fits`.
+    Raised by every function that compiles. A program that needs more memory than the chip has is
+    no error; see `Memory.fits`.
 
     >>> import jax, remat_kit
     >>> w = jax.ShapeDtypeStruct((2,), "float32")
@@ -159,13 +161,22 @@ class CompileError(TargetError):
 
 
 class CheckError(RematKitError, AssertionError):
-    """A check of `remat_kit.testing` failed."""
+    """A check of `remat_kit.testing` failed. Also an `AssertionError`, which pytest reports.
+
+    >>> import jax, remat_kit
+    >>> x = jax.ShapeDtypeStruct((1024,), "float32")
+    >>> try:
+    ...     remat_kit.testing.assert_equivalent(lambda x: x.sum(), lambda x: x.max(), x)
+    ... except CheckError:
+    ...     print("the two functions have different values")
+    the two functions have different values
+    """
 
 
 class InternalError(RematKitError, AssertionError):
-    """A fault of remat_kit itself; please report it.
+    """A bug in remat_kit; please report it.
 
-    Raised if a result contradicts what remat_kit must guarantee.
+    Raised if a result violates something that remat_kit guarantees.
 
     >>> issubclass(InternalError, AssertionError)
     True
@@ -173,26 +184,26 @@ class InternalError(RematKitError, AssertionError):
 
 
 class RematKitWarning(UserWarning):
-    """A policy or a part of one has no effect, although the call is well formed.
+    """A policy or a part of it has no effect, although the call is well formed.
 
-    Emitted with `warnings.warn` by `remat_kit.policy`, `inspect`, `measure`, `fit` and `max_batch`;
-    raised only if warnings are errors.
+    Emitted with `warnings.warn` by `remat_kit.policy`, `inspect`, `measure`, `fit` and `max_batch`.
+    It is raised as an error only under ``warnings.simplefilter("error")``.
 
     >>> issubclass(RematKitWarning, UserWarning)
     True
     """
 
 
-_SHOWN = 200  # characters of a word that a message shows
+_SHOWN = 200  # largest number of characters of a word that a message shows
 
 
 def near_matches(word: str, known: Iterable[str], n: int = 3) -> list[str]:
-    """Return up to ``n`` of ``known`` that a reader may have meant by ``word``.
+    """Return up to ``n`` of the ``known`` words that a user may have meant by ``word``.
 
     >>> near_matches("atn_out", ["attn_out", "mlp_up"])
     ['attn_out']
     """
-    word = word[:_SHOWN]  # a longer word is not a spelling mistake
+    word = word[:_SHOWN]  # a longer word is not a misspelled name
     known = sorted(set(known))
     by_fold = {k.lower(): k for k in reversed(known)}
     close = difflib.get_close_matches(word.lower(), by_fold, n=n, cutoff=0.5)
@@ -200,7 +211,7 @@ def near_matches(word: str, known: Iterable[str], n: int = 3) -> list[str]:
 
 
 def unknown(kind: str, word: str, known: Iterable[str], *, call: str) -> UnknownNameError:
-    """Build the error for a ``word`` that names no ``kind``, with near matches as the hint."""
+    """Return the error for a ``word`` that is no ``kind``; its hint lists similar known words."""
     known = sorted(set(known))
     close = near_matches(word, known)
     word, call = (t if len(t) <= _SHOWN else t[: _SHOWN - 3] + "..." for t in (word, call))

@@ -1,4 +1,4 @@
-"""Whose source line is it: the user's, or that of JAX, Flax or this package?"""
+"""Does a source line belong to the user, or to JAX, Flax or this package?"""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def is_library_file(name: str) -> bool:
 
 
 def source_of(eqn: Any) -> tuple[str, int]:
-    """Return (file, line) of the innermost frame that is the user's, or ("", 0).
+    """Return (file, line) of the innermost frame of the user's code, or ("", 0) if there is none.
 
-    Frames of JAX, Flax and remat_kit are passed over: `nn.Dense` inside a model is reported at
+    Frames of JAX, Flax and remat_kit are skipped, so an `nn.Dense` inside a model is reported at
     the line of the model that called it.
     """
     first = ("", 0)
@@ -41,7 +41,7 @@ def source_of(eqn: Any) -> tuple[str, int]:
 
 
 def warn(message: str, hint: str) -> None:
-    """Give a `RematKitWarning` at the innermost line of the user's."""
+    """Emit a `RematKitWarning` that points to the innermost line of the user's code."""
     depth, frame = 1, sys._getframe(0)
     while frame is not None and is_library_file(frame.f_code.co_filename):
         depth, frame = depth + 1, frame.f_back

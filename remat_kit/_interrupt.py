@@ -1,7 +1,8 @@
-"""Ctrl-C while the command line is still being imported.
+"""What happens on Ctrl-C while the command line is still importing its modules?
 
-Importing JAX takes seconds, in which Python would answer Ctrl-C with a traceback. The package
-imports this module first; it does nothing where remat_kit is used as a library.
+Importing JAX takes seconds, during which Python would answer Ctrl-C with a traceback. The package
+imports this module first, so that Ctrl-C ends the command line with a short message. The module
+does nothing if remat_kit is used as a library.
 """
 
 import itertools
@@ -14,7 +15,7 @@ INTERRUPTED = 130
 
 
 def quit_quietly(*_: object) -> None:
-    """End the process at once: nothing has begun that could be lost, or all is done."""
+    """End the process at once, which loses nothing before the command starts or after it ends."""
     os.write(2, b"interrupted\n")
     os._exit(INTERRUPTED)
 
@@ -30,7 +31,7 @@ def is_command_line(argv: list[str], original: list[str]) -> bool:
     False
 
     Args:
-        argv: `sys.argv`, as it is while the package is imported.
+        argv: `sys.argv` at the time at which the package is imported.
         original: `sys.orig_argv`.
     """
     if argv[:1] == ["-m"]:

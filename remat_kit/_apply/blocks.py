@@ -1,4 +1,8 @@
-"""Cut a program into regions, one for each module that ``at=`` matches, in loops too."""
+"""Which equations of a program form a region?
+
+With ``at=``, each call of a matching module is a region, also in the body of a loop, a branch or a
+jitted function. Structural policies merge such regions or leave some of them out.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ def reads_sources(policy: Policy) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """A run of consecutive equations; ``block`` is the module path that ``at`` matched, or None."""
+    """Consecutive equations; ``block`` is the module path that ``at`` matched, or None."""
 
     eqns: tuple[Any, ...]
     block: str | None
@@ -57,13 +61,14 @@ class BlockCutter:
     ):
         self.app = app
         self.loop = loop
-        self.prevent_cse = prevent_cse  # one for each argument, or one for all; None: choose
-        self.blocks = 0  # blocks met so far, in the order in which they run
+        # One flag for all arguments or one for each; None chooses one for each region.
+        self.prevent_cse = prevent_cse
+        self.blocks = 0  # number of blocks so far, in the order in which they run
         structure = app.policy if isinstance(app.policy, _structural.Structural) else None
         self.structure = structure
         self.keep = app.policy if structure is None else structure.keep
 
-    # .. the two ways to begin
+    # .. entry points
 
     def run(self, program: Program, args: Sequence[Any]) -> list[Any]:
         if isinstance(self.structure, _structural.Planned):
@@ -75,7 +80,7 @@ class BlockCutter:
         return self.region(program, args)
 
     def check_at(self, program: Program) -> None:
-        """Raise where ``at=`` matches nothing."""
+        """Raise if ``at=`` matches no module of the program."""
         planned = isinstance(self.structure, _structural.Planned)
         if not planned and next(self.matches(program.eqns, program.base), None) is None:
             raise self.nothing_at(program)
@@ -85,33 +90,33 @@ class BlockCutter:
     ) -> list[Any]:
         if self.app.at is not None:
             raise UserError(
-                f"`{self.app.call}`: a plan says itself where its regions are",
+                f"`{self.app.call}`: a plan already says where its regions are",
                 hint="leave at= out",
             )
         program = _program.without_region_boundaries(program)
         _schedule.check(plan.program, program, strict=plan.strict, call=self.app.call)
         cse = not self.loop if self.prevent_cse is None else bool(self.prevent_cse)
-        stretches = _schedule.read(plan.lines, program, call=self.app.call)
-        return _run_schedule.run(program, stretches, args, prevent_cse=cse)
+        segments = _schedule.read(plan.lines, program, call=self.app.call)
+        return _run_schedule.run(program, segments, args, prevent_cse=cse)
 
     def nothing_at(self, program: Program) -> Exception:
         paths = {"/".join(p) for p in _module_paths(program.eqns, program.base)}
         everywhere = _module_paths(program.eqns, program.base, enter=None)
         if any(self.block_of(path) is not None for path in everywhere):
             return PolicyError(
-                f"`{self.app.call}`: what matches lies inside a checkpoint region, a shard_map or "
-                "a function with its own derivative, which at= does not enter",
-                hint="take the policy or nn.remat off that is there, or decorate the class of the "
-                "module itself",
+                f"`{self.app.call}`: the matching modules are inside a checkpoint region, a "
+                "shard_map or a function with its own derivative, which at= does not enter",
+                hint="remove the policy or nn.remat around the modules, or decorate the class of "
+                "the module itself",
             )
         similar = _check.similar_paths(self.app.at or "", paths)
         return unknown("module", self.app.at or "", similar, call=self.app.call)
 
     def matches(self, eqns: Sequence[Any], base: Path) -> Iterator[str]:
         for path in _module_paths(eqns, base):
-            found = self.block_of(path)
-            if found is not None:
-                yield found
+            block = self.block_of(path)
+            if block is not None:
+                yield block
 
     def block_of(self, path: Path) -> str | None:
         return (
@@ -133,7 +138,7 @@ class BlockCutter:
         return run_region(program, chosen, args, prevent_cse=cse, full=full)
 
     def segments(self, program: Program, args: Sequence[Any], names: Sequence[str]) -> list[Any]:
-        """Regions between checkpoint names; what follows the last name is left alone."""
+        """Run a region for the equations up to each name; those after the last name stay plain."""
         program = _program.without_dead(program)
         pieces: list[_Piece] = []
         run: list[Any] = []
@@ -166,7 +171,7 @@ class BlockCutter:
         return self.region(program, args)
 
     def nest(self, program: Program, args: Sequence[Any]) -> list[Any]:
-        """One region around a group of blocks, each of them a region again."""
+        """Run a group of blocks as one region, in which each block is a region too."""
 
         def blocks(*args: Any) -> list[Any]:
             return self.pieces(program, list(self.split(program)), args, self.region)
@@ -213,7 +218,7 @@ class BlockCutter:
     # .. blocks inside other equations
 
     def step(self, eqn: Any, values: list[Any], base: Path) -> list[Any]:
-        """Evaluate an equation outside every block; blocks may be inside it."""
+        """Evaluate an equation that belongs to no block; blocks may be inside of it."""
         path = _paths.module_path(eqn, base)
         enter = _ENTER.get(eqn.primitive.name)
         inside = (b for body in _program.bodies(eqn) for b in self.matches(body.jaxpr.eqns, path))
@@ -269,7 +274,7 @@ _NOTHING = _algebra.save(_selectors.nothing)
 
 
 class _Scan:
-    """A scan run again, in one or several loops, with regions in its body."""
+    """Rebuilds a scan as one or several loops with regions in their bodies."""
 
     def __init__(
         self, cutter: BlockCutter, eqn: Any, values: list[Any], path: Path, *, whole: bool = False
@@ -329,7 +334,7 @@ class _Scan:
         return jax.lax.scan(step, carry, xs, length=length, unroll=max(1, min(self.unroll, length)))
 
     def grouped(self, size: int, body: Callable[..., Any]) -> tuple[Any, Any]:
-        """Groups of ``size`` iterations, each group one region; the last may be shorter."""
+        """Run groups of ``size`` iterations, each group as one region; the last may be shorter."""
         groups, rest = divmod(self.length, size)
         done = groups * size
 
@@ -362,7 +367,7 @@ class _Scan:
         return carry, ys
 
     def chained(self, parts: Sequence[tuple[Callable[..., Any], int, int]]) -> tuple[Any, Any]:
-        """Several loops after one another, over slices of the iterations."""
+        """Run several loops one after the other, each over a slice of the iterations."""
         carry, stacked = self.carry, []
         for body, start, stop in parts:
             if stop > start:
@@ -384,7 +389,10 @@ def _scoped(parts: Sequence[str]) -> Any:
 
 
 def _module_paths(eqns: Sequence[Any], base: Path, *, enter: Any = ()) -> Iterator[Path]:
-    """Yield module paths, inside the bodies that ``at=`` enters too; None for those of all."""
+    """Yield the module paths of equations and of the bodies that ``at=`` enters.
+
+    With ``enter=None`` the paths inside all bodies are yielded.
+    """
     for eqn in eqns:
         path = _paths.module_path(eqn, base)
         yield path
@@ -394,7 +402,7 @@ def _module_paths(eqns: Sequence[Any], base: Path, *, enter: Any = ()) -> Iterat
 
 
 def _used_later(pieces: Sequence[_Piece], outvars: Sequence[Any]) -> list[set[Any]]:
-    """For each piece, the variables that later pieces or the outputs read."""
+    """Return for each piece the variables that later pieces or the outputs read."""
     later: list[set[Any]] = []
     used = {v for v in outvars if not isinstance(v, jec.Literal)}
     for piece in reversed(pieces):
@@ -404,7 +412,7 @@ def _used_later(pieces: Sequence[_Piece], outvars: Sequence[Any]) -> list[set[An
 
 
 def _grouped(pieces: Sequence[_Piece], size: int) -> list[_Piece]:
-    """Merge each ``size`` consecutive blocks, and what stands between them, into one piece."""
+    """Merge each ``size`` consecutive blocks, and the pieces between them, into one piece."""
     out: list[_Piece] = []
     group: list[_Piece] = []
     count = 0

@@ -1,9 +1,10 @@
-"""Apply a policy: to functions, Linen and NNX classes and instances, layers, and scan bodies.
+"""How does a policy get to a function, a Linen or NNX module, a layer or a scan body?
 
-`policy` is the one public entry. Whatever it decorates ends as a function of arrays that is
-traced, cut into regions and run (see `blocks` and `region`). Without ``at=`` the whole call is one
-region; with it every matching submodule call is one, found by its module path in the trace, inside
-scans, branches and jitted functions too, so the model itself is not edited.
+The public decorator is `policy`. It turns each call of the decorated object into a call of a
+function of arrays, which it traces, divides into regions and runs (see `blocks` and `region`).
+Without ``at=`` the whole call is one region. With it, each call of a matching submodule is a
+region. The submodules are found by their paths in the trace, also inside scans, branches and jitted
+functions, so the model itself does not change.
 """
 
 from __future__ import annotations
@@ -63,53 +64,55 @@ def policy(
     Args:
       what: a preset (``"dots"``), a policy or selector, the path of a recipe, a table from a
         configuration file, a policy callable of JAX, or None (the decorator then changes nothing).
-      at: a pattern of module paths. Each matching submodule call is one region of its own
-        (``"*/block_*"``); without it the decorated call is the region. ``*`` stays inside one
-        component of a path, ``**`` does not.
+      at: a pattern of module paths, such as ``"*/block_*"``. Each call of a matching submodule is a
+        region of its own; without ``at`` the decorated call is the region. ``*`` matches within one
+        component of a path, ``**`` any number of components.
       methods: the methods of a module class that become regions; ``__call__`` by default.
-      static_argnums: positions of arguments that are not traced, as in the signature of what is
-        decorated: ``self`` is 0 for a class and a method, as it is for `nn.remat`.
-      static_argnames: the same by name.
-      prevent_cse: as in `jax.checkpoint`. By default it is chosen: True, but False in the body of
-        a scan or a while loop, where the compiler cannot merge the two computations anyway and
-        the barrier costs time.
+      static_argnums: positions of arguments that are not traced. They refer to the signature of the
+        decorated object; for a class or a method ``self`` has position 0, as for `nn.remat`.
+      static_argnames: names of arguments that are not traced.
+      prevent_cse: as in `jax.checkpoint`. The default is False in the body of a scan or a while
+        loop, where the compiler cannot merge the recomputation with the forward pass and the
+        barrier costs time, and True elsewhere.
 
     Returns:
       A decorator for a function, a Linen or NNX module class, an instance of one (bound to its
       parent or not), a method, or a scan body. Parameters keep their names and places.
 
     Raises:
-      UnknownNameError: at the first trace, for a name, a module pattern or a primitive of the
-        policy, or an ``at``, that the decorated function does not have; at once for a preset.
-      PolicyError: ``what`` is no policy; or, when it is called, the function is a training step.
+      UnknownNameError: at once: the preset or recipe does not exist. At the first trace: the
+        decorated function has no value, module or primitive that a pattern of the policy or ``at``
+        names.
+      PolicyError: ``what`` is not a policy. At a call: the function is a training step.
 
     Warns:
-      RematKitWarning: at the first trace, once for each decorator and reason, where the policy or a
+      RematKitWarning: at the first trace, once for each decorator and reason, if the policy or a
         part of it has no effect: a rule selects none of the values, no input has a gradient,
-        ``prevent_cse=False`` outside of a loop, or this version of JAX cannot offload.
+        ``prevent_cse=False`` is given outside of a loop, or this version of JAX cannot offload.
 
-    A policy belongs on the function that is differentiated, not on a function that takes the
-    gradient: in a training step the loss is differentiated before a policy around the step sees
-    it. The rule is this. A function that takes a gradient itself (`jax.grad`, `jax.vjp`,
-    `nnx.grad`, also in a jit or a loop) may be decorated if
+    A policy belongs on the function that is differentiated and not on a function that takes the
+    gradient, because a training step differentiates its loss before a policy around the step sees
+    the loss. A function that takes a gradient itself (with `jax.grad`, `jax.vjp` or `nnx.grad`,
+    also in a jit or a loop) may be decorated in two cases:
 
-    * its result is a scalar, or ``(scalar, aux)`` where the scalar depends on the gradient, such as
-      a penalty on a gradient: it is a loss; or
-    * something differentiates the call, as in MAML or a loss of an energy model's forces.
+    * It is a loss. Its result is a scalar, or ``(scalar, aux)`` where the scalar depends on the
+      gradient, as for a penalty on a gradient.
+    * Something differentiates the call, as in MAML or in a loss of an energy model's forces.
 
-    Otherwise the function is a step, and a `PolicyError` says where to put the policy, if that is
-    certain: the function returns updated parameters, the gradients of an argument of several
-    arrays, or has the state of an optimizer among its arguments. Without ``at=`` only the last of
-    these is certain, for updated parameters may be those of the inner step of MAML, evaluated
-    without the outer gradient. Where it is not certain and likely, a `RematKitWarning` says the
-    same. Others, such as a block that computes forces, run as they are.
+    Otherwise the function is treated as a training step. If it certainly is one, a `PolicyError`
+    says where to put the policy. It certainly is one if it has the state of an optimizer among its
+    arguments. With ``at=`` it also is one if it returns updated parameters, or the gradients of an
+    argument of several arrays. (Without ``at=`` it might be the inner step of MAML, evaluated
+    without the outer gradient.) If the function is probably but not certainly a step, a
+    `RematKitWarning` says where to put the policy. Other functions that take a gradient, such as a
+    block that computes forces, run as they are.
 
-    Arguments are traced as `jax.checkpoint` traces them: arrays, and Python's numbers and bools.
-    A bool or an int whose value the function needs (for an ``if``, a ``range`` or a shape) is
-    found by the error that it causes; the function is then traced again with it as a Python value,
-    so flags such as ``train=True`` need no ``static_argnums``. A float that steers Python code
-    does. What is no array (None, a string, a function) is a Python value always, and so is what an
-    Equinox module holds beside its arrays.
+    Arrays and Python's numbers and bools are traced, as `jax.checkpoint` traces them. If the
+    function needs the value of a bool or an int (for an ``if``, a ``range`` or a shape), tracing
+    fails, and the function is traced again with Python values. So flags such as ``train=True`` need
+    no ``static_argnums``, unlike a float that determines which Python code runs. An argument that
+    is not an array (None, a string, a function) always remains a Python value, and so do the fields
+    of an Equinox module that are not arrays.
 
     Follows `jax.checkpoint`, `nn.remat`, `nnx.remat` and `equinox.filter_checkpoint`, each of which
     accepts one kind of policy.
@@ -137,8 +140,15 @@ def name(x: Any, name: str) -> Any:
     >>> float(name(jnp.float32(1.0), "attn_out"))
     1.0
 
-    The same as `jax.ad_checkpoint.checkpoint_name`, which models may use directly. The shapes and
-    values of ``x`` stay the same.
+    It is `jax.ad_checkpoint.checkpoint_name`, which models may also use directly. The result has
+    the shapes and values of ``x``.
+
+    Args:
+      x: an array, or a pytree of arrays.
+      name: the checkpoint name.
+
+    Raises:
+      TypeError: a leaf of ``x`` is not an array or a number.
     """
     from jax.ad_checkpoint import checkpoint_name
 
@@ -151,12 +161,12 @@ def _indices(numbers: int | Sequence[int]) -> tuple[int, ...]:
 
 def _text(what: Any) -> str:
     if isinstance(what, (dict, list, tuple, set)):
-        return _units.shortened(what)  # it may hold itself
+        return _units.shortened(what)  # a container may contain itself
     text = repr(what)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# -- what is decorated ------------------------------------------------------------------------
+# -- decorating each kind of object -----------------------------------------------------------
 
 
 def _decorate(app: Application, target: Any, methods: Sequence[str] | None = None) -> Any:
@@ -200,28 +210,31 @@ def _check_callable(app: Application, target: Any) -> None:
 def _class(app: Application, cls: Any, methods: Sequence[str] | None) -> Any:
     """Return a subclass, under the same name, whose methods are regions."""
     if _flax.is_linen_class(cls):
-        made = _flax.lift_linen(cls, app, methods)
-        _classes.remember(made, _class, app, cls, methods)
+        decorated = _flax.lift_linen(cls, app, methods)
+        _classes.remember(decorated, _class, app, cls, methods)
     else:
-        made = _subclass(cls, app, tuple(methods or ("__call__",)))
-    _decorated[made] = app
-    return made
+        decorated = _subclass(cls, app, tuple(methods or ("__call__",)))
+    _decorated[decorated] = app
+    return decorated
 
 
 def _subclass(cls: type, app: Application, methods: Sequence[str]) -> type:
     def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
-        found = app.function(method)
-        return _haiku.transparent(found) if _haiku.is_module_class(cls) else found
+        wrapped = app.function(method)
+        return _haiku.transparent(wrapped) if _haiku.is_module_class(cls) else wrapped
 
-    made = _classes.subclass(cls, wrap, methods, call=app.call, **{_APPLIED: app})
-    _classes.remember(made, _class_of_instances, app, cls, tuple(methods))
+    decorated = _classes.subclass(cls, wrap, methods, call=app.call, **{_APPLIED: app})
+    _classes.remember(decorated, _class_of_instances, app, cls, tuple(methods))
     if _classes.is_pytree_class(cls):
-        _classes.register(made, cls)
-    return made
+        _classes.register(decorated, cls)
+    return decorated
 
 
 def _class_of_instances(app: Application, cls: type, methods: Sequence[str] | None) -> type:
-    """One class for all instances, so that their pytrees have one structure and can be stacked."""
+    """Return one class for all decorated instances of a class.
+
+    Their pytrees then have the same structure and can be stacked.
+    """
     chosen = tuple(methods or ("__call__",))
     try:
         return _cached_subclass(cls, app, chosen)
@@ -235,7 +248,7 @@ def _cached_subclass(cls: type, app: Application, methods: tuple[str, ...]) -> t
 
 
 def _partial(app: Application, target: jax.tree_util.Partial) -> jax.tree_util.Partial:
-    """Decorate the function of a partial; what it is bound to stays in the pytree."""
+    """Decorate the function of a partial; its bound arguments remain leaves of the pytree."""
     bound = len(target.args)
     argnums = tuple(i + bound if i >= 0 else i for i in app.static_argnums)
     inner = _decorate(dataclasses.replace(app, static_argnums=argnums), target.func)
@@ -255,7 +268,17 @@ def _linen_instance(app: Application, module: Any, methods: Sequence[str] | None
 
 @dataclasses.dataclass(frozen=True)
 class Application:
-    """A policy and the way it is applied."""
+    """A policy and the options with which it is applied.
+
+    Attributes:
+      policy: the policy.
+      at, static_argnums, static_argnames, prevent_cse: see `policy`.
+      call: the call of `policy` as the user wrote it, which messages quote.
+      calls: empty before the first call, one entry while the first call is being traced, two
+        entries afterwards.
+      constants: the paths of the arguments that had to be Python values (see `_arguments.attempt`).
+      warned: the messages of the warnings that have been emitted, since each is emitted once.
+    """
 
     policy: Policy
     at: str | None
@@ -263,13 +286,12 @@ class Application:
     static_argnames: tuple[str, ...]
     prevent_cse: Any
     call: str
-    calls: list[bool] = dataclasses.field(default_factory=list, compare=False)  # empty until one
-    # which arguments had to be Python values (`_arguments.trace`)
+    calls: list[bool] = dataclasses.field(default_factory=list, compare=False)
     constants: set[str] = dataclasses.field(default_factory=set, compare=False)
-    warned: set[str] = dataclasses.field(default_factory=set, compare=False)  # each once
+    warned: set[str] = dataclasses.field(default_factory=set, compare=False)
 
     def check_names(self, target: Any, methods: Sequence[str] | None) -> None:
-        """Raise for a static argument that what is decorated has no parameter for."""
+        """Raise if the decorated object has no parameter of the name of a static argument."""
         cls = target.func if isinstance(target, functools.partial) else target
         if not isinstance(cls, type):
             modules = (_flax.is_linen, _flax.is_nnx, _haiku.is_module, _classes.is_callable_pytree)
@@ -283,7 +305,7 @@ class Application:
         _arguments.check_names(self.static_argnames, functions, self.call)
 
     def function(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``fn`` with its calls cut into regions; its arguments may hold Flax modules."""
+        """Return ``fn``, which runs in regions; its arguments may contain Flax modules."""
 
         @_jax.entry
         @functools.wraps(fn)
@@ -314,10 +336,10 @@ class Application:
         *,
         optimizer: bool = False,
     ) -> Any:
-        """Call a function of arrays, cut into regions.
+        """Call a function of arrays in the regions of the policy.
 
         Args:
-          fn, args, kwargs: the call.
+          fn, args, kwargs: the function and its arguments.
           optimizer: whether the state of an optimizer is among the arguments.
         """
         if not self.calls:
@@ -351,8 +373,9 @@ class Application:
     def _has_no_derivative(self, traced: _jax.Traced, arrays: Sequence[Any]) -> bool:
         """Tell whether nobody can differentiate a call, so that regions would change nothing.
 
-        Such a call runs as JAX runs it, functions under `jax.jit` compiled. One under a policy that
-        makes regions of its own is still compared with it.
+        Such a call runs as it does without a policy, and inner functions under `jax.jit` run
+        compiled. The answer is False for a structural policy, because its call checks that the
+        program has the blocks that the policy names.
         """
         if isinstance(self.policy, _structural.Structural):
             return False
@@ -360,7 +383,7 @@ class Application:
         return not any(isinstance(x, _jax.Tracer) and _void.is_inexact(x) for x in inputs)
 
     def _recomputed(self, call: Call, prevent_cse: bool | tuple[bool, ...]) -> Any:
-        """Call a function under `jax.checkpoint`, which finds it traced and keeps nothing."""
+        """Call a function under `jax.checkpoint`, which finds it in the cache and saves nothing."""
         cse: Any = prevent_cse
         if isinstance(cse, tuple):
             cse = call.like_arguments(cse)
@@ -370,14 +393,14 @@ class Application:
     def _flags(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool | tuple[bool, ...] | None:
-        """Return ``prevent_cse`` with one flag for each array of a call where it has several."""
+        """Return ``prevent_cse``; if it has several flags, one for each traced array of a call."""
         if self.prevent_cse is None or isinstance(self.prevent_cse, bool):
             return self.prevent_cse
         flags = _arguments.flags(self.prevent_cse, (args, kwargs) if kwargs else args, self.call)
         return tuple(f for f, traced in zip(flags, call.traced, strict=True) if traced)
 
     def check_one_flag(self, what: str) -> None:
-        """Refuse flags for single arguments where a region has other inputs than the arguments."""
+        """Raise for one flag for each argument if regions have other inputs than the arguments."""
         if self.prevent_cse is not None and not isinstance(self.prevent_cse, bool):
             raise UserError(
                 f"`{self.call}`: prevent_cse={self.prevent_cse!r} has a flag for each argument, "
@@ -387,7 +410,7 @@ class Application:
 
     @contextlib.contextmanager
     def _hint_on_effects(self) -> Iterator[None]:
-        """Add a hint to the error of JAX for an effect that a region cannot repeat."""
+        """Add a hint to the error that JAX raises for an effect that cannot run twice."""
         try:
             yield
         except NotImplementedError as error:
@@ -429,15 +452,16 @@ class Application:
             self._warn_once(*warning)
 
     def _warn(self, program: Program, values: Sequence[Any]) -> None:
-        """Warn of what makes the policy void; called at the first trace."""
+        """Emit a warning for each reason for which the policy has no effect."""
         if isinstance(self.policy, _structural.Planned):
             return
         matches, call = self._matches(), f"`{self.call}`"
         if not _void.has_gradient(program, values, matches):
             self._warn_once(
-                f"{call}: no input of what is decorated has a gradient, so nothing is recomputed",
-                "decorate what takes the parameters or the activations; integers, masks and keys "
-                "have no gradient",
+                f"{call}: no input of the decorated function has a gradient, so nothing is "
+                "recomputed",
+                "decorate a function of the parameters or the activations; integers, masks and "
+                "keys have no gradient",
             )
             return
         full = reads_sources(self.policy)
@@ -448,20 +472,20 @@ class Application:
             )
         if _jax.drops_offload() and _void.offloads(self.policy):
             self._warn_once(
-                f"{call}: jax {jax.__version__} does not offload under jax_remat3, so what the "
-                "policy offloads is recomputed",
+                f"{call}: jax {jax.__version__} does not offload under jax_remat3, so the values "
+                "that the policy offloads are recomputed",
                 "use a newer jax, or set jax_remat3 to False",
             )
 
     def _warn_of_cse(self, program: Program, values: Sequence[Any], loop: bool) -> None:
-        """Warn where the compiler sees both passes in one program and merges them."""
+        """Warn if the compiler sees both passes in one program and merges the recomputation."""
         if self.prevent_cse is not False or loop or _void.in_a_loop(program, self._matches()):
             return
         if any(map(_jax.compiled_with_its_gradient, values)):
             self._warn_once(
-                f"`{self.call}`: with prevent_cse=False outside of a loop the compiler merges what "
-                "is recomputed with the forward pass, so nothing is saved",
-                "leave prevent_cse out; it is then chosen",
+                f"`{self.call}`: with prevent_cse=False outside of a loop the compiler merges the "
+                "recomputation with the forward pass, so no memory is saved",
+                "leave prevent_cse out, and it is chosen for each region",
             )
 
     def _warn_once(self, message: str, hint: str) -> None:
@@ -483,7 +507,7 @@ class Application:
         signature_of: Any,
         skip: int,
     ) -> _arguments.Split:
-        """Close ``fn`` over the arguments that the user calls static."""
+        """Return ``fn`` closed over its static arguments, and its other arguments."""
         return _arguments.without_static(
             fn,
             args,
@@ -497,7 +521,7 @@ class Application:
 
     @contextlib.contextmanager
     def _hint_on_equinox(self, args: Any) -> Iterator[None]:
-        """Say that Equinox writes no module paths, where a path is not found for that reason."""
+        """Explain an unknown module path by the fact that Equinox writes no paths into a trace."""
         try:
             yield
         except UnknownNameError as error:
@@ -506,7 +530,7 @@ class Application:
             ):
                 raise
             raise UnknownNameError(
-                f"{error.message}; the fields of an Equinox module are no paths in a trace",
+                f"{error.message}; the fields of an Equinox module have no paths in a trace",
                 hint="call the field under `jax.named_scope('name')` in the module, which gives it "
                 "a path, or decorate the field itself with `eqx.tree_at(lambda m: m.field, model, "
                 "replace_fn=remat_kit.policy(...))`",
@@ -529,15 +553,17 @@ def uncalled() -> dict[type, str]:
 
 
 def applied(fn: Any) -> tuple[Policy | None, str | None]:
-    """Return the policy that `policy` applied to a function last, and its ``at``; None for none.
+    """Return the policy that `policy` applied to a function last, and its ``at``.
+
+    Both are None if there is no policy, and ``at`` is None if it was not given.
 
     >>> applied(policy("dots", at="*/block_*")(lambda x: x)), applied(len)
     ((save(dots), '*/block_*'), (None, None))
     """
     while isinstance(fn, functools.partial) and not hasattr(fn, _APPLIED):
         fn = fn.func
-    found = getattr(fn, _APPLIED, None)
-    return (None, None) if found is None else (found.policy, found.at)
+    application = getattr(fn, _APPLIED, None)
+    return (None, None) if application is None else (application.policy, application.at)
 
 
 _APPLIED = "__remat_kit_policy__"

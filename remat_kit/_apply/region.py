@@ -1,29 +1,32 @@
-"""One region: a stretch of a program whose residuals a policy chose, recomputed as one.
+"""How does one region save exactly the residuals that a policy chooses?
 
-`jax.checkpoint` asks its policy about one primitive at a time, without module, line, size or
-consumers, and (under ``jax_remat3``) about few primitives at all. A name on a value does not help
-where a derivative rule uses the value before it got its name: ``checkpoint_name(jnp.tanh(x), "t")``
-saves nothing, because the rule of ``tanh`` reads the unnamed output.
+A policy of `jax.checkpoint` sees one primitive at a time, without its module, source line, size or
+consumers. Under ``jax_remat3``, JAX asks it about a few primitives only. A checkpoint name does not
+help if a derivative rule reads the value before it gets its name:
+``checkpoint_name(jnp.tanh(x), "t")`` saves nothing, because the rule of ``tanh`` reads the unnamed
+output.
 
-So a region is a function with a derivative rule of its own, under `jax.checkpoint`. Its rule runs
-the two programs of `remat_kit._program.derivative`::
+So a region is a function that defines its own derivative, under `jax.checkpoint`. Its derivative
+rule runs the two programs of `remat_kit._program.derivative`::
 
-    outputs, residuals = forward(inputs)           every value that the backward pass can need
+    outputs, residuals = forward(inputs)           computes all values that the backward pass reads
     output tangents    = linear(residuals, input tangents)
 
-The policy decides about each value of the forward program, with everything its equation knows,
-and the chosen values that a recompute would stop at get a `checkpoint_name`. `jax.checkpoint` gets
-a policy that saves these names alone. JAX asks for the rule only where a derivative is taken, and
-says which inputs have a tangent; a call that nobody differentiates is the undecorated program.
+The policy decides about each value of the forward program and sees all properties of its equation.
+The values to save, at which recomputation stops, get a `checkpoint_name`, and `jax.checkpoint` gets
+a policy that saves these names alone. JAX calls the rule only if it differentiates the region, and
+tells the rule which inputs have a tangent. A call that nobody differentiates runs the undecorated
+program.
 
-``jax_remat3`` looks for names in the function itself and not in derivative rules. There the forward
-program runs first, names included, and a function of its outputs has the derivative rule::
+``jax_remat3`` looks for names in the function itself and not in derivative rules. Under this flag
+the region runs the forward program first, with its names, and then a function of the outputs and
+residuals that has the derivative rule::
 
     outputs, residuals = forward(inputs)
-    return attach(inputs, outputs, residuals)      is outputs; its tangent is that of linear
+    return attach(inputs, outputs, residuals)      returns outputs; its tangents are those of linear
 
-Higher derivatives, `vmap`, forward mode and both implementations of checkpoint keep their meaning,
-because every part is made of JAX's own transformations.
+Higher derivatives, `vmap`, forward mode and both implementations of `jax.checkpoint` work as usual,
+because regions consist of JAX's own transformations.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ from remat_kit._program.structure import structure_of
 
 
 def user_name(name: str) -> str | None:
-    """Return the name that the user gave, None for one that is only a label.
+    """Return the checkpoint name that the user gave, or None if a name is only a label of ours.
 
     >>> user_name(KeptName("attn_out", "remat_kit:save:dots")), user_name("remat_kit:save:dots")
     ('attn_out', None)
@@ -69,11 +72,11 @@ def run_region(
     """Evaluate a program on flat ``args`` as one region under ``policy``.
 
     Args:
-      program: what to run; its constants are values of this trace or of none.
-      policy: decides what is kept; None of its values is asked about when it keeps nothing.
-      args: one value or tracer for each of the program's arguments.
+      program: the program; its constants are concrete values or tracers of the current trace.
+      policy: decides which values are saved. It is not asked if it is ``save(nothing)``.
+      args: one value or tracer for each argument of the program.
       prevent_cse: as in `jax.checkpoint`.
-      full: whether the policy's selectors read source lines.
+      full: whether the selectors of the policy read source lines.
 
     Returns:
       The program's outputs.
@@ -82,7 +85,8 @@ def run_region(
     concrete = [not isinstance(c, _jax.Tracer) for c in program.consts] + [False] * len(args)
     diff = tuple(i for i, x in enumerate(inputs) if not concrete[i] and _differentiable(x))
     if not diff:
-        return evaluate(program, args)  # a mask, say: no gradient, so nothing is ever recomputed
+        # No input has a gradient, as in the computation of a mask, so nothing is ever recomputed.
+        return evaluate(program, args)
 
     program = _folded(program)
     if any(map(_is_literal, program.outvars)):
@@ -109,9 +113,9 @@ def run_region(
 def _around_constants(
     program: Program, policy: Policy, args: Sequence[Any], **how: Any
 ) -> list[Any]:
-    """Run a region without the outputs that are constants, and return these beside its own.
+    """Run a region without its constant outputs, and put the constants among its results.
 
-    JAX 0.10.2 cannot compile under ``jax_remat3`` what reads a constant output of a region.
+    Under ``jax_remat3``, JAX 0.10.2 cannot compile code that reads a constant output of a region.
     """
     outvars = tuple(v for v in program.outvars if not _is_literal(v))
     rest = iter(run_region(dataclasses.replace(program, outvars=outvars), policy, args, **how))
@@ -120,9 +124,13 @@ def _around_constants(
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """What a region runs, as a function or as a jaxpr, and the labels of what it saves.
+    """The function or jaxpr that a region runs.
 
-    ``keep`` is what to tell `jax.checkpoint` where it needs no labels.
+    Attributes:
+        run: the function, or None if there is a jaxpr.
+        saved: the labels of the values that the region saves.
+        jaxpr: the jaxpr, or None if there is a function.
+        keep: a policy for `jax.checkpoint` that takes the place of the one that saves the labels.
     """
 
     run: Callable[..., list[Any]] | None
@@ -132,8 +140,8 @@ class _Body:
 
 
 # -- equal blocks share one body ----------------------------------------------------------------
-# A model is mostly the same block over and over. A body is differentiated and labelled once; and
-# since JAX caches what it traces by the identity of the function, it too does its part once.
+# Most blocks of a model are equal, and equal blocks share one body. So a body is differentiated and
+# labelled once, and JAX, whose caches use the identity of functions, traces it once.
 
 
 class _Recent:
@@ -165,7 +173,10 @@ def _reads_paths(policy: Policy) -> bool:
 
 
 def _relative(program: Program) -> tuple[Path, Program]:
-    """Take the part that all module paths of a program begin with out of them."""
+    """Split off the components that all module paths of a program begin with.
+
+    Returns these components, and the program with paths that are relative to them.
+    """
     paths = [module_path(e) for e in program.eqns]
     prefix = common_prefix(*paths)
     if not prefix:
@@ -176,9 +187,10 @@ def _relative(program: Program) -> tuple[Path, Program]:
 
 
 def _folded(program: Program) -> Program:
-    """Convert scalar constants where they are read, as JAX does at the end of each trace.
+    """Replace conversions of scalar constants by their results, as JAX does after each trace.
 
-    A call that was spliced in may have been given a constant, which it then converts.
+    Such conversions arise from a flattened call that converts an argument, if the argument is a
+    constant.
     """
     subst: dict[Any, Any] = {}
     eqns = []
@@ -204,7 +216,7 @@ def _is_literal(atom: Any) -> bool:
 
 
 def keeps_nothing(policy: Policy) -> bool:
-    """Tell whether a policy recomputes every value whatever it is."""
+    """Tell whether a policy is known to recompute every value."""
     return policy == save(nothing)
 
 
@@ -212,7 +224,7 @@ _EVERYTHING = (save(everything), callable_policy(jax.checkpoint_policies.everyth
 
 
 def keeps_everything(policy: Policy) -> bool:
-    """Tell whether a policy saves every value whatever it is."""
+    """Tell whether a policy is known to save every value."""
     return policy in _EVERYTHING
 
 
@@ -230,7 +242,7 @@ def _differentiable(x: Any) -> bool:
 def _body(
     program: Program, policy: Policy, avals: Sequence[Any], diff: tuple[int, ...], full: bool
 ) -> _Body:
-    """Return what a region runs; ``diff`` are the inputs that could have a tangent."""
+    """Return the body of a region; ``diff`` are the positions of inputs that may have a tangent."""
     labelled = _Labelled(program, policy, tuple(avals), full, _jax.axis_env())
     if _jax.remat3():
         if keeps_nothing(policy) or not _jax.allows_custom_rule(program.eqns, avals):
@@ -246,7 +258,7 @@ def _body(
 
 @dataclasses.dataclass(frozen=True)
 class _Labelled:
-    """A program whose derivative carries the decisions of a policy."""
+    """A program whose derivative contains the decisions of a policy as labels."""
 
     program: Program
     policy: Policy
@@ -256,34 +268,36 @@ class _Labelled:
     known: dict[Any, tuple[Derivative, list[str]]] = dataclasses.field(default_factory=dict)
 
     def derivative(self, wrt: tuple[int, ...]) -> tuple[Derivative, list[str]]:
-        """Return the derivative with labels on the values that are kept, and these labels.
+        """Return the derivative with labels on the values to save, and the list of these labels.
 
-        `jax.vmap` asks for a rule when its axis is no longer open. The program may have
-        collectives over that axis, so it is opened again.
+        `jax.vmap` asks for a rule after it has closed its named axis. The program may contain
+        collectives over that axis, so the axis is opened again.
         """
         key = wrt, _jax.trace_context()
         if key not in self.known:
             with _jax.open_axes(self.axes):
-                found = derive(self.program, self.avals, wrt)
-            chosen, labels = choose(found.forward, found.residuals, self.policy, full=self.full)
-            self.known[key] = dataclasses.replace(found, forward=chosen), labels
+                derivative = derive(self.program, self.avals, wrt)
+            forward, labels = choose(
+                derivative.forward, derivative.residuals, self.policy, full=self.full
+            )
+            self.known[key] = dataclasses.replace(derivative, forward=forward), labels
         return self.known[key]
 
     def rule(self, zeros: Sequence[bool]) -> tuple[Any, list[bool]]:
-        """Return the derivative rule of the program for inputs some of whose tangents are zero.
+        """Return the derivative rule of the program for the inputs whose tangents are not zero.
 
-        It is a jaxpr of the inputs and of the tangents that are there. The second result tells
-        which of the outputs' tangents are zero; it does not return these.
+        The rule is a jaxpr of the inputs and their nonzero tangents. It returns the outputs and
+        their nonzero tangents. The second result tells for each output whether its tangent is zero.
         """
         given = [i for i, zero in enumerate(zeros) if not zero]
         wrt = tuple(i for i in given if jnp.issubdtype(self.avals[i].dtype, jnp.inexact))
         try:
             derivative, _ = self.derivative(wrt)
         except Exception:
-            # JAX may still push tangents forward. What it cannot do it says in its own words.
+            # Forward mode may still work. If it does not, the user sees the error of JAX.
             return self._pushed_forward(given, wrt)
-        found = derivative.in_forward_mode() if len(wrt) == len(given) else None
-        return self._traced_rule(derivative, given) if found is None else found
+        rule = derivative.in_forward_mode() if len(wrt) == len(given) else None
+        return self._traced_rule(derivative, given) if rule is None else rule
 
     def _pushed_forward(self, given: Sequence[int], wrt: Sequence[int]) -> tuple[Any, list[bool]]:
         zeros: list[bool] = []
@@ -325,8 +339,8 @@ def _named_outside(labelled: _Labelled, diff: tuple[int, ...]) -> _Body:
     try:
         derivative, labels = labelled.derivative(diff)
     except Exception:
-        # The program has no derivative. It can still be evaluated, and who differentiates it gets
-        # the error from JAX.
+        # The program has no derivative. It can still be evaluated, and a user who differentiates it
+        # sees the error of JAX.
         return _Body(_plain(labelled.program), ())
     attach = _attachment(derivative)
 
@@ -339,10 +353,10 @@ def _named_outside(labelled: _Labelled, diff: tuple[int, ...]) -> _Body:
 
 
 def _without_error(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Evaluate an equation so that its derivative fails only where it is used.
+    """Evaluate an equation so that a missing derivative is an error only if somebody uses it.
 
-    JAX differentiates the forward program beside the function that has the rule, and then drops
-    the result.
+    JAX differentiates the forward program as well as the function that has the derivative rule, and
+    then discards the derivative of the forward program.
     """
     if not _may_lack_derivative(eqn):
         return _jax.bind(eqn, values)
@@ -403,7 +417,7 @@ def _is_zero(tangent: Any) -> bool:
 
 
 def _symbolic(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """Put JAX's symbolic zeros in the places of the tangents that are None."""
+    """Replace each tangent that is None by a symbolic zero of JAX."""
     return [
         SymbolicZero(jax.typeof(y).to_tangent_aval()) if d is None else d
         for y, d in zip(primals, tangents, strict=True)

@@ -1,13 +1,13 @@
-"""Why does a policy have no effect here? The errors and warnings of an application.
+"""Does a policy have no effect on a function, and why?
 
-A policy that does nothing looks like one that works until the step runs out of memory. Each check
-looks at the traced function that a policy is applied to:
+A policy without an effect goes unnoticed until the step runs out of memory. So these checks look at
+the traced function to which a policy is applied:
 
-* A training step has already differentiated its loss, so no region in it is ever recomputed. This
-  is an error, because moving the policy to the loss is always right.
-* A rule selects none of the values, or no input of a region has a gradient. The model may be made
-  so, and the same policy may serve several models: this is a `RematKitWarning`.
-* The compiler or this version of JAX undoes what the policy asks for, which is a warning too.
+* The function is a training step. It has already differentiated its loss, so no region in it is
+  ever recomputed. This is an error, because moving the policy to the loss is always right.
+* A rule selects none of the values, or no input of a region has a gradient. This is a
+  `RematKitWarning`, because it may be intended if the same policy is used for several models.
+* The compiler or this version of JAX undoes the decisions of the policy. This is a warning too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Matches = Callable[[Path], bool]
 
 
 def check_at(policy: Any, at: str | None, call: str) -> None:
-    """Raise for ``at=`` without a policy that it could apply.
+    """Raise if ``at=`` is given without a policy.
 
     >>> check_at("dots", "*/block_*", "inspect")
     """
@@ -65,79 +65,79 @@ def check_step(
     function: str,
     call: str,
 ) -> tuple[str, str] | None:
-    """Raise for a policy on a function that has differentiated its loss already.
+    """Raise for a policy on a function that has already differentiated its loss.
 
-    The error is given only where it is certain. A function that takes a gradient may be
-    differentiated once more, as the inner step of MAML or the forces of an energy model are. So it
-    is no error while anything differentiates the call, and none where the result is a loss.
+    A function that takes a gradient may be differentiated once more, like the inner step of MAML or
+    the forces of an energy model. So a policy on it is no error if the result is a loss, or if
+    something differentiates the call, and otherwise only if the function certainly is a step.
 
     Args:
-        policy: what is applied.
-        closed: the traced function.
-        result: its result, in shapes.
+        policy: the policy.
+        closed: the jaxpr of the function.
+        result: the shapes of its result.
         base: the module path of the call.
-        matches: tells whether ``at=`` takes a module path; None without ``at=``.
-        arguments: the arguments of the function, pytrees of arrays.
+        matches: tells whether ``at=`` matches a module path; None without ``at=``.
+        arguments: the arguments of the function, which are pytrees of arrays.
         optimizer: whether the state of an optimizer is among the arguments.
         function: the name of the function.
-        call: the application, as the user wrote it.
+        call: the call of `policy` as the user wrote it.
 
     Returns:
-        A warning, as its message and its hint, where the function looks like a step but may be
-        something else; None otherwise.
+        The message and the hint of a warning if the function is probably a step; None otherwise.
 
     Raises:
         PolicyError: the function is a step.
     """
-    found = _taken.taken(closed)
-    if found is None or _taken.is_loss(found, result) or _taken.being_differentiated():
+    gradient = _taken.taken(closed)
+    if gradient is None or _taken.is_loss(gradient, result) or _taken.being_differentiated():
         return None
-    updates = any(found.updated)
+    updates = any(gradient.updated)
     suspected = certain = updates or optimizer
     if matches is not None:
         blocks = [inside for path, inside in _places(closed.jaxpr, base, False) if matches(path)]
         suspected = bool(blocks) and (certain or all(blocks))
-        certain = suspected and (certain or _returns_gradients(found, result, arguments))
+        certain = suspected and (certain or _returns_gradients(gradient, result, arguments))
     elif isinstance(policy, _structural.Planned):
         suspected = certain = True  # a plan is made for a loss
     elif not isinstance(policy, _structural.Structural):
         certain = optimizer
     if not suspected:
         return None
-    message, hint = _misplaced(found, function, call)
+    message, hint = _misplaced(gradient, function, call)
     if certain:
         raise PolicyError(message, hint=hint)
     return (
         f"{message}, unless something differentiates this call in another place",
-        f"{hint}; where this is a part of another loss, nothing needs to be done",
+        f"{hint}; if the function is part of another loss, nothing needs to be done",
     )
 
 
-def _returns_gradients(found: _taken.Taken, result: Any, arguments: Sequence[Any]) -> bool:
-    """Tell whether a gradient of some parameters is returned: of an argument of several arrays.
+def _returns_gradients(gradient: _taken.Taken, result: Any, arguments: Sequence[Any]) -> bool:
+    """Tell whether a function returns the gradient of an argument of several arrays.
 
-    The gradient by a single array may be a force, by which a model is trained.
+    Such an argument contains parameters. The gradient of a single array may be a force instead,
+    which a model is trained to predict.
     """
     several = (a for a in arguments if len(jax.tree.leaves(a)) > 1)
-    return any(_taken.returns_gradient_of(found, result, a) for a in several)
+    return any(_taken.returns_gradient_of(gradient, result, a) for a in several)
 
 
-def _misplaced(found: _taken.Taken, function: str, call: str) -> tuple[str, str]:
+def _misplaced(gradient: _taken.Taken, function: str, call: str) -> tuple[str, str]:
     """Return a message and a hint about a policy on a function that takes a gradient."""
-    loss, file, line = _jax.gradient_site(found.equation, _frames.is_library_file)
+    loss, file, line = _jax.gradient_site(gradient.equation, _frames.is_library_file)
     site = f" at {_paths.short_path(file)}:{line}" if line else ""
     name = loss if loss.isidentifier() else "loss"
     decorator = "remat_kit.policy(...)" if "..." in call else f"remat_kit.{call}"
     return (
         f"`{call}`: `{function}` takes a gradient itself{site}, so its parts are differentiated "
-        "before the policy reaches them, and nothing of them would be recomputed",
+        "before the policy reaches them, and none of their values would be recomputed",
         f"put the policy on the loss that is differentiated: `{name} = {decorator}({name})` "
         f"before the line that takes its gradient{f' ({file}:{line})' if line else ''}",
     )
 
 
 def _places(jaxpr: Any, base: Path, inside: bool) -> Iterator[tuple[Path, bool]]:
-    """Yield the module path of each equation, and whether it is differentiated in this function."""
+    """Yield the module path of each equation, and whether this function differentiates it."""
     for eqn in jaxpr.eqns:
         path = _paths.module_path(eqn, base)
         within = inside or _taken.differentiated(eqn)
@@ -149,7 +149,7 @@ def _places(jaxpr: Any, base: Path, inside: bool) -> Iterator[tuple[Path, bool]]
 
 
 def holds_optimizer(args: Any) -> bool:
-    """Tell whether the state of an optimizer is among the arguments: of optax, or one of NNX."""
+    """Tell whether the state of an optax optimizer or an NNX optimizer is among the arguments."""
 
     def is_state(x: Any) -> bool:
         return any(
@@ -169,18 +169,19 @@ _NNX_OPTIMIZER = ("flax.nnx.training.optimizer", "Optimizer")
 def unmatched(
     policy: Policy, program: Program, matches: Matches | None, *, full: bool
 ) -> list[tuple[Any, list[Value]]]:
-    """Return each rule that selects no value of the regions, with the values that there are.
+    """Return each rule that selects no value of the regions, with the values of the regions.
 
-    What a derivative rule makes counts too, so the program is differentiated before a rule is said
-    to match nothing; of a program that has no derivative nothing is said.
+    A rule may also select a value that only a derivative rule computes. So the program is
+    differentiated if a rule selects none of its own values. A program without a derivative has no
+    unmatched rules.
 
     Args:
-        policy: what is applied.
-        program: what it is applied to.
-        matches: tells whether ``at=`` takes a module path; None without ``at=``.
+        policy: the policy.
+        program: the program to which it is applied.
+        matches: tells whether ``at=`` matches a module path; None without ``at=``.
         full: whether a selector reads source lines.
     """
-    left = [rule for rule in dict.fromkeys(policy.rules()) if _means_something(rule)]
+    left = [rule for rule in dict.fromkeys(policy.rules()) if _should_match(rule)]
     seen: list[Value] = []
 
     def look_at(program: Program) -> None:
@@ -199,12 +200,12 @@ def unmatched(
     return [(rule, seen) for rule in left]
 
 
-def _means_something(rule: Any) -> bool:
-    """Tell whether a rule wants to find something in this function.
+def _should_match(rule: Any) -> bool:
+    """Tell whether it is a mistake if a rule selects no value of a function.
 
-    ``save(nothing)`` does not. ``save(dots)`` says which values are too dear to recompute, for any
-    function, and where there are none it has done what it says. Of JAX's policies only those that
-    are made of names can be asked.
+    It is no mistake for ``save(nothing)``, nor for ``save(dots)``, which says for all functions
+    which values are too expensive to recompute. Among JAX's policies only those with names can be
+    checked.
     """
     if isinstance(rule, _algebra.Wrapped):
         return any(_jax.policy_names(rule.fn).values())
@@ -215,7 +216,10 @@ def _means_something(rule: Any) -> bool:
 
 
 def _differentiated(program: Program) -> Program | None:
-    """Return the program with what its derivative rules make in the forward pass, if it has any."""
+    """Return the program with the values that its derivative rules compute in the forward pass.
+
+    None if the program has no derivative.
+    """
     avals = [v.aval for v in program.invars]
     diff = [i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.inexact)]
     plain = Program(program.invars, program.outvars, program.eqns, base=program.base)
@@ -231,12 +235,12 @@ def _differentiated(program: Program) -> Program | None:
 
     try:
         return Program.of(jax.make_jaxpr(forward)(*avals), program.base)
-    except Exception:  # it is called without a gradient, or JAX will say what is wrong with it
+    except Exception:  # nobody differentiates the program, or the user will see the error of JAX
         return None
 
 
 def explain(rule: Any, values: Sequence[Value]) -> str:
-    """Say why a rule selects none of the values, and what there is instead.
+    """Say why a rule selects none of the values, and which similar values exist.
 
     >>> from remat_kit import named, save
     >>> explain(save(named("atn_out", strict=False)), [Value(names=("attn_out",))])
@@ -249,7 +253,7 @@ def explain(rule: Any, values: Sequence[Value]) -> str:
     reasons = [_reason(leaf, values) for leaf in leaves if not any(map(leaf.matches, values))]
     if reasons:
         return "; ".join(reasons)
-    return "each part of it selects some value, and no value is selected by all that it needs"
+    return "each part of the rule selects some values, but no value meets all its conditions"
 
 
 def _reason(leaf: Selector, values: Sequence[Value]) -> str:
@@ -272,7 +276,7 @@ def _reason(leaf: Selector, values: Sequence[Value]) -> str:
     if leaf == _selectors.collective:
         return (
             "the function calls no collective; under automatic partitioning the compiler adds them "
-            "after the policy has decided: use shard_map, or name what they bring"
+            "after the policy has decided: use shard_map, or name the values that they produce"
         )
     known = ", ".join(sorted({p for v in values for p in v.primitives})[:12])
     return f"{leaf!r} selects nothing; the operations are {known}"
@@ -297,7 +301,7 @@ def _instead(patterns: Sequence[str], known: Sequence[str]) -> str:
 
 
 def has_gradient(program: Program, args: Sequence[Any], matches: Matches | None) -> bool:
-    """Tell whether any input of the regions can have a gradient: a real or complex number."""
+    """Tell whether any input of the regions has a floating-point or complex type."""
     if matches is None:
         traced = [c for c in program.consts if isinstance(c, _jax.Tracer)]
         return not args or any(map(is_inexact, (*traced, *args)))
@@ -307,7 +311,7 @@ def has_gradient(program: Program, args: Sequence[Any], matches: Matches | None)
 
 
 def is_inexact(x: Any) -> bool:
-    """Tell whether a value is a real or complex number, which can have a gradient."""
+    """Tell whether a value has a floating-point or complex type, so that it can have a gradient."""
     return _is_inexact(jax.typeof(x))
 
 
@@ -342,6 +346,6 @@ def _is_loop(eqn: Any) -> bool:
 
 
 def offloads(policy: Policy) -> bool:
-    """Tell whether a rule of a policy offloads something."""
+    """Tell whether a rule of a policy offloads values."""
     rules = (rule for rule in policy.rules() if isinstance(rule, Rule))
     return any(r.decision is Decision.OFFLOAD and r.selector != _selectors.nothing for r in rules)

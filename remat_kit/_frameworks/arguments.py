@@ -1,10 +1,11 @@
-"""What a decorated function's arguments become: arrays that are traced, and constants.
+"""Which arguments of a decorated function are traced, and which are constants?
 
-`jax.checkpoint` traces every leaf of the arguments, Python's numbers and bools included, and
-refuses what is no array. `Call` does the same with two differences, both of them in favour of
-programs that run without the decorator. A leaf that is no array (None, a string, a function) is a
-constant. A Python bool or int whose value the function needs (in an ``if``, a ``range``, a shape)
-becomes one too: `trace` tries it as an array first and traces the function again if that fails.
+`jax.checkpoint` traces every leaf of the arguments, including Python's numbers and bools, and
+refuses a leaf that is not an array. `Call` does the same with two differences, so that a program
+that runs without the decorator also runs with it. A leaf that is not an array (None, a string, a
+function) is a constant. A Python bool or int is a constant if the function needs its value (in an
+``if``, a ``range`` or a shape): `attempt` traces it as an array first, and if that fails traces the
+function again with its value.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ Split = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Call:
-    """One call of a function, as a function of the arrays among its arguments alone.
+    """One call of a function, turned into a function of the arrays among the arguments.
 
-    ``fn``, ``args`` and ``kwargs`` are that function and its arguments, with None in the places of
-    the constants. Two calls with the same constants have the same ``fn``, since JAX remembers what
-    it has traced by the function and by the types of its arguments.
+    ``fn``, ``args`` and ``kwargs`` are the new function and its arguments, which have None in the
+    places of the constants. Two calls with the same constants have the same ``fn``, because JAX
+    caches traces by the function and the types of its arguments.
 
     >>> call = Call(lambda x, scale, kind: {kind: x * scale}, (jnp.ones(2), 3.0, "out"), {})
     >>> [jax.typeof(x).str_short() for x in call.arrays]
@@ -55,7 +56,7 @@ class Call:
         traced = [t and p not in constants for (x, t), p in zip(leaves, paths, strict=True)]
         self.traced = traced
         self.arrays = [_array(x) for (x, _), t in zip(leaves, traced, strict=True) if t]
-        # Where the arguments hold a Python bool or int that is traced.
+        # The paths of the arguments at which a Python bool or int is traced.
         self.steering = {
             p
             for (x, _), t, p in zip(leaves, traced, paths, strict=True)
@@ -76,15 +77,18 @@ class Call:
         self.fn = _jax.shared(_filled, fn, filling) if fixed else _filled(fn, filling)
 
     def trace(self) -> _jax.Traced:
-        """Trace the function, or find what `jax.checkpoint` would find traced."""
+        """Trace the function, or return the trace that the cache of `jax.checkpoint` contains."""
         return _jax.trace(self.fn, self.args, self.kwargs)
 
     def apply(self, transform: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-        """Call the function under a transformation, and return what the function returns."""
+        """Call the function under a transformation, and return its result."""
         return self._whole(transform(self.fn)(*self.args, **self.kwargs))
 
     def result(self, traced: _jax.Traced, outs: Sequence[Any]) -> Any:
-        """Return what the function returned when it was traced, with these arrays in it."""
+        """Return the result of the function with ``outs`` as its arrays.
+
+        The other leaves of the result are those of the trace.
+        """
         return self._whole(jax.tree.unflatten(traced.out_tree, outs))
 
     def like_arguments(self, values: Sequence[Any]) -> Any:
@@ -100,7 +104,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class _Filling:
-    """The constants among the leaves of arguments, None for an array, and what the arrays are."""
+    """The constants among the leaves of the arguments (None for an array) and the array types."""
 
     tree: Any
     constants: tuple[Static | None, ...]
@@ -108,7 +112,7 @@ class _Filling:
 
 
 class _Outputs:
-    """The leaves of a result that are no arrays, as the last trace found them."""
+    """The leaves of a result that are not arrays, as the last trace returned them."""
 
     def __init__(self) -> None:
         self.leaves: list[tuple[Any, bool]] = []
@@ -128,7 +132,7 @@ _OUTPUTS = "__remat_kit_outputs__"
 
 
 def _filled(fn: Callable[..., Any], filling: _Filling) -> Callable[..., list[Any]]:
-    """Return ``fn`` as a function of the same arguments with None in the places of constants."""
+    """Return ``fn`` as a function of its arguments with None in the places of the constants."""
     outputs = _Outputs()
 
     @functools.wraps(fn)
@@ -143,9 +147,10 @@ def _filled(fn: Callable[..., Any], filling: _Filling) -> Callable[..., list[Any
 
 
 class Static:
-    """A value as a part of a key, with the rules of `jax.checkpoint` for static arguments.
+    """A value in a key, compared as `jax.checkpoint` compares static arguments.
 
-    Values with a hash are compared, others are the same only if they are one object.
+    Values with a hash are compared by type and ``==``; other values are equal only if they are the
+    same object.
 
     >>> Static(1) == Static(1), Static(1) == Static(True), Static([1]) == Static([1])
     (True, False, False)
@@ -167,12 +172,12 @@ class Static:
         if self.value is other.value:
             return True
         if isinstance(self.value, (float, complex)):
-            return repr(self.value) == repr(other.value)  # 0.0 == -0.0
+            return repr(self.value) == repr(other.value)  # tells 0.0 and -0.0 apart
         return self.hashable and other.hashable and bool(self.value == other.value)
 
 
 def _is_fixed(x: Any) -> bool:
-    """Tell whether a constant can never change, as a list that a function appends to can."""
+    """Tell whether a constant is immutable, unlike a list to which a function may append."""
     kinds = (bool, int, float, complex, str, bytes, enum.Enum, np.dtype, type)
     return x is None or isinstance(x, kinds)
 
@@ -186,8 +191,8 @@ def attempt(
 ) -> tuple[Call, Any]:
     """Run a call with its Python bools and ints as arrays and, if that fails, as constants.
 
-    Returns the call that worked and what ``run`` returned; ``constants`` remembers what had to be
-    a constant.
+    Returns the call that worked and the result of ``run``. The paths of the arguments that had to
+    be constants are added to ``constants``, and further calls make them constants at once.
 
     >>> remembered = set()
     >>> def f(x, double): return 2 * x if double else x
@@ -205,7 +210,7 @@ def attempt(
         if not steering:
             explain(error)
             raise
-    # A Python bool or int may be to blame. If it is not, the same error comes again.
+    # A traced Python bool or int may have caused the error. If not, the same error is raised again.
     call = Call(fn, args, kwargs, known | steering)
     try:
         out = run(call)
@@ -232,16 +237,16 @@ def untraced(
 
 
 def explain(error: Exception) -> None:
-    """Say on an error of JAX what `policy` can do about it."""
+    """Add a hint about the options of `policy` to an error of JAX."""
     if isinstance(error, jax.errors.ConcretizationTypeError):
         error.add_note(
-            "hint: if an argument of the decorated function is to be a Python value, not an array, "
+            "hint: if an argument of the decorated function must be a Python value, not an array, "
             "name it with static_argnums= or static_argnames= of remat_kit.policy"
         )
 
 
 def _leaves(tree: Any) -> tuple[list[str], list[tuple[Any, bool]], Any]:
-    """Return the path of each leaf, the leaf with whether it is traced, and the structure."""
+    """Return the path of each leaf, each leaf and whether it is traced, and the tree structure."""
     modules = _equinox_modules()
     nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, modules))[0]
     traced = []
@@ -254,10 +259,10 @@ def _leaves(tree: Any) -> tuple[list[str], list[tuple[Any, bool]], Any]:
 
 
 def _outputs(out: Any) -> tuple[list[tuple[Any, bool]], Any]:
-    """Return the leaves of a result, each with whether it is an array, and the structure.
+    """Return the leaves of a result, each with whether it is an array, and the tree structure.
 
-    Everything is an array but what an Equinox module holds beside arrays; `jax.make_jaxpr`
-    refuses other results, as `jax.checkpoint` does.
+    Only the fields of an Equinox module may be something other than arrays. `jax.make_jaxpr`
+    refuses other results that are not arrays, as `jax.checkpoint` does.
     """
     modules = _equinox_modules()
     nodes = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, modules))
@@ -270,17 +275,17 @@ def _outputs(out: Any) -> tuple[list[tuple[Any, bool]], Any]:
 
 
 def _equinox_modules() -> tuple[type, ...]:
-    """`equinox.Module`, once somebody has imported it.
+    """Return ``(equinox.Module,)`` if Equinox has been imported, and else an empty tuple.
 
-    Its fields hold hyperparameters beside arrays (the rate of a dropout, an activation), which
-    `equinox.filter_checkpoint` leaves as they are.
+    Some fields of an Equinox module are not arrays but hyperparameters (the rate of a dropout, an
+    activation function), which `equinox.filter_checkpoint` does not trace either.
     """
     loaded = sys.modules.get("equinox")
     return () if loaded is None else (loaded.Module,)
 
 
 def holds_equinox(tree: Any) -> bool:
-    """Tell whether a module of Equinox is in a pytree."""
+    """Tell whether a pytree contains an Equinox module."""
     modules = _equinox_modules()
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, modules))
     return any(isinstance(x, modules) for x in leaves)
@@ -291,7 +296,7 @@ def _is_array(x: Any) -> bool:
 
 
 def is_traceable(x: Any) -> bool:
-    """Tell whether JAX takes ``x`` for an array; an int that does not fit is none.
+    """Tell whether JAX can trace ``x`` as an array, which it cannot if an int is too large.
 
     >>> [is_traceable(x) for x in (1.0, True, jnp.ones(2), 2**70, "relu", None, jnp.tanh)]
     [True, True, True, False, False, False, False]
@@ -309,11 +314,11 @@ def is_traceable(x: Any) -> bool:
 
 
 def _array(x: Any) -> Any:
-    """Return ``x``, a Python scalar as the array of weak type that JAX makes of it."""
+    """Return ``x``, or for a Python scalar the array of weak type that JAX converts it to."""
     return jnp.asarray(x) if isinstance(x, (bool, int, float, complex)) else x
 
 
-# -- arguments that the user calls static -------------------------------------------------------
+# -- arguments that the user declares static ----------------------------------------------------
 
 
 def without_static(
@@ -327,7 +332,7 @@ def without_static(
     skip: int = 0,
     call: str,
 ) -> Split:
-    """Close ``fn`` over its static arguments and return it with the other ones.
+    """Return ``fn`` closed over its static arguments, and its other arguments.
 
     >>> f = lambda x, n, *, flip: (x * n, flip)
     >>> closed, args, kwargs = without_static(
@@ -336,15 +341,15 @@ def without_static(
     ((2.0,), {}, (6.0, True))
 
     Args:
-        signature_of: the function whose signature positions and names refer to.
-        skip: how many arguments of that signature come before ``args`` (1 for ``self``); the
-            result takes them first. Negative where ``args`` begins with arguments that the
+        signature_of: the function to whose signature the positions and names refer.
+        skip: the number of arguments of that signature before ``args`` (1 for ``self``), which the
+            returned function takes first. It is negative if ``args`` begins with arguments that the
             signature does not have.
-        call: what an error calls the decorator.
+        call: the call of the decorator, which errors quote.
 
     Raises:
-        UserError: a position that neither the call nor the signature has; or, when ``fn`` runs,
-            a static argument whose value is needed and is being traced.
+        UserError: neither the call nor the signature has a position in ``argnums``. When the
+            returned function runs: it needs the value of a static argument that is being traced.
     """
     if not argnums and not argnames:
         return fn, args, kwargs
@@ -416,14 +421,14 @@ def check_names(names: Sequence[str], functions: Iterable[Any], call: str) -> No
     >>> check_names(["n"], [lambda x, n: x], "policy(...)")
 
     Raises:
-        UnknownNameError: with the parameters that there are.
+        UnknownNameError: no function has such a parameter; the hint lists the parameters.
     """
     known: list[str] = []
     for fn in functions:
         try:
             parameters = inspect.signature(fn).parameters.values()
         except (TypeError, ValueError):
-            return  # a function of C does not say
+            return  # the signature of a C function is unknown
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
             return
         known += [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL]
@@ -433,7 +438,7 @@ def check_names(names: Sequence[str], functions: Iterable[Any], call: str) -> No
 
 
 def _parameters(fn: Any) -> list[str]:
-    """The names of the parameters that take a position, in order; none where they are unknown."""
+    """Return the names of the positional parameters in order, or nothing if they are unknown."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -449,8 +454,8 @@ def _position(
         raise UserError(
             f"`{call}`: static_argnums={tuple(argnums)}, but the call has "
             f"{count} positional arguments",
-            hint="count as the signature does, from 0, with `self` where the function or the "
-            "class is decorated; static_argnames takes names",
+            hint="positions count from 0 as in the signature, including `self` if a class or a "
+            "method is decorated; static_argnames takes names",
         )
     return index % count if index < 0 else index
 
@@ -469,9 +474,9 @@ def _traced_among(
 
 
 def flags(prefix: Any, tree: Any, call: str) -> list[bool]:
-    """Return the bool of a prefix of ``tree`` for each of its leaves.
+    """Return one bool for each leaf of ``tree``, from a prefix of ``tree`` whose leaves are bools.
 
-    A tuple stands for any container with as many children, as for `jax.checkpoint`.
+    A tuple in the prefix matches any container with as many children, as for `jax.checkpoint`.
 
     >>> flags((False, {"a": True, "b": False}), (1, {"a": (2, 3), "b": 4}), "f")
     [False, True, True, False]
@@ -481,14 +486,14 @@ def flags(prefix: Any, tree: Any, call: str) -> list[bool]:
     if isinstance(prefix, bool):
         return [prefix] * len(jax.tree.leaves(tree))
     flatten = jax.tree_util.default_registry.flatten_one_level
-    given, there = flatten(prefix), flatten(tree)
-    if given is None or there is None:
+    prefix_level, tree_level = flatten(prefix), flatten(tree)
+    if prefix_level is None or tree_level is None:
         raise _no_prefix(prefix, tree, call)
-    (some, kind), (children, node) = map(_children, (given, there))
+    (prefixes, kind), (children, node) = map(_children, (prefix_level, tree_level))
     alike = isinstance(prefix, (tuple, list)) or (type(prefix) is type(tree) and kind == node)
-    if not alike or len(some) != len(children):
+    if not alike or len(prefixes) != len(children):
         raise _no_prefix(prefix, tree, call)
-    return [f for p, t in zip(some, children, strict=True) for f in flags(p, t, call)]
+    return [f for p, t in zip(prefixes, children, strict=True) for f in flags(p, t, call)]
 
 
 def _children(level: tuple[Any, Any]) -> tuple[list[Any], Any]:
@@ -498,5 +503,5 @@ def _children(level: tuple[Any, Any]) -> tuple[list[Any], Any]:
 def _no_prefix(prefix: Any, tree: Any, call: str) -> UserError:
     return UserError(
         f"`{call}`: prevent_cse has {prefix!r} where the arguments have {jax.tree.structure(tree)}",
-        hint="give one bool, or bools in the form of the arguments that are not static",
+        hint="give one bool, or bools in the structure of the arguments that are not static",
     )

@@ -1,8 +1,8 @@
-"""Classes and callable pytrees, decorated so that they stay what they are.
+"""How is a class or a callable pytree decorated so that all other code can use it as before?
 
-A decorated class is a subclass under the same name whose methods are decorated. A decorated
-instance of a pytree (an Equinox module, a dataclass of `flax.struct`, a registered class) is a copy
-whose class is such a subclass: its leaves are those of the original, so it is differentiated,
+A decorated class is a subclass of the same name whose methods are decorated. A decorated instance
+of a pytree class (an Equinox module, a dataclass of `flax.struct`, a registered class) is a copy
+whose class is such a subclass. The copy has the leaves of the original, so it is differentiated,
 updated, stacked and saved as before.
 """
 
@@ -24,7 +24,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def is_callable_pytree(x: Any) -> bool:
-    """Tell whether ``x`` is a callable that JAX takes apart.
+    """Tell whether ``x`` is a callable that JAX flattens as a pytree.
 
     >>> from jax.tree_util import Partial
     >>> [is_callable_pytree(x) for x in (Partial(max, 1), max, [1], Partial)]
@@ -34,7 +34,7 @@ def is_callable_pytree(x: Any) -> bool:
 
 
 def subclass(cls: type, wrap: Wrap, methods: Sequence[str], *, call: str, **members: Any) -> type:
-    """Return a subclass under the name of ``cls`` itself whose ``methods`` are wrapped.
+    """Return a subclass of ``cls``, under the same name, whose ``methods`` are wrapped.
 
     Raises:
         UserError: the class has no such method, a method is a property, or the class refuses
@@ -78,18 +78,18 @@ def _wrapped(member: tuple[Any, Any], wrap: Wrap, name: str, call: str) -> Any:
 
 
 # -- copies and pickles -------------------------------------------------------------------------
-# Python pickles a class by its name, and the name of a decorated class may be that of the original
-# one. An instance of such a class says how to decorate the original once more.
+# Python pickles a class by its name, and a decorated class may have the name of the original class.
+# So the pickle of an instance contains how to decorate the original class again.
 
 _MADE = "__remat_kit_made__"
 
 
-# The decorated classes of this process, by what pickles call them.
+# The decorated classes of this process, by the token that pickles contain.
 _made: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 
 
 def remember(cls: Any, make: Callable[..., Any], app: Any, original: Any, methods: Any) -> None:
-    """Note that ``make(app, original, methods)`` made ``cls``, so its instances can be pickled."""
+    """Record that ``make(app, original, methods)`` returned ``cls``, to pickle its instances."""
     if isinstance(cls, functools.partial):
         cls, original = cls.func, original.func
     parent = cls.__reduce_ex__
@@ -108,17 +108,17 @@ def remember(cls: Any, make: Callable[..., Any], app: Any, original: Any, method
 
 
 def _portable(x: Any) -> Any:
-    """Return ``x``, or a reference to it if it is a decorated class that has no name of its own."""
+    """Return ``x``, or a reference to it if it is a decorated class without a name of its own."""
     if not isinstance(x, type) or _MADE not in vars(x):
         return x
-    found: Any = sys.modules.get(x.__module__)
+    named: Any = sys.modules.get(x.__module__)
     for part in x.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return x if found is x else _Reference(x)
+        named = getattr(named, part, None)
+    return x if named is x else _Reference(x)
 
 
 class _Reference:
-    """A decorated class, which `copy` shares and `pickle` decorates once more."""
+    """A reference to a decorated class: `copy` shares the class, `pickle` decorates it again."""
 
     def __init__(self, cls: type):
         self.cls = cls
@@ -134,7 +134,7 @@ class _Reference:
 def _made_again(
     token: str, make: Callable[..., Any], app: Any, original: Any, methods: Any
 ) -> _Reference:
-    """Return the class that a pickle refers to; it is decorated once in each process."""
+    """Return a reference to the class of a pickle, which is decorated once in each process."""
     cls = _made.get(token)
     if cls is None:
         cls = _made[token] = make(app, _class_in(original), methods)
@@ -159,26 +159,26 @@ def of_class(x: Any, cls: Any) -> Any:
     """
     if isinstance(x, tuple):
         return tuple.__new__(cls, x)
-    made = object.__new__(cls)
+    copy = object.__new__(cls)
     slots = (s for base in type(x).__mro__ for s in vars(base).get("__slots__", ()))
     fields = {s: getattr(x, s) for s in slots if hasattr(x, s)}
     for name, value in {**fields, **getattr(x, "__dict__", {})}.items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(copy, name, value)
+    return copy
 
 
 def sharing(x: Any, cls: Any) -> Any:
-    """Return an object of class ``cls`` that is ``x`` in all but its class.
+    """Return an object of class ``cls`` that shares its attributes with ``x``.
 
-    The two share their attributes: what a method sets on one is seen on the other.
+    If a method sets an attribute of one of the two objects, the other has it too.
     """
-    made = object.__new__(cls)
-    object.__setattr__(made, "__dict__", vars(x))
-    return made
+    twin = object.__new__(cls)
+    object.__setattr__(twin, "__dict__", vars(x))
+    return twin
 
 
 def is_pytree_class(cls: Any) -> bool:
-    """Tell whether JAX takes instances of ``cls`` apart.
+    """Tell whether JAX flattens instances of ``cls`` as pytrees.
 
     >>> import flax
     >>> @flax.struct.dataclass
@@ -191,14 +191,15 @@ def is_pytree_class(cls: Any) -> bool:
         return hasattr(cls, "_fields")
     try:
         return not jax.tree_util.all_leaves([object.__new__(cls)])
-    except TypeError:  # an abstract class, or one of the language's own
+    except TypeError:  # an abstract class, or a built-in class
         return False
 
 
 def register(cls: type, like: type) -> None:
-    """Make JAX take instances of ``cls`` apart as it does those of ``like``, its superclass.
+    """Make JAX flatten instances of ``cls`` like those of its superclass ``like``.
 
-    Named tuples and classes that register their subclasses, as Equinox's do, are left alone.
+    Nothing is done for named tuples, and for classes such as Equinox's that register their
+    subclasses themselves.
     """
     if issubclass(cls, tuple):
         return
@@ -208,12 +209,12 @@ def register(cls: type, like: type) -> None:
         return jax.tree_util.tree_flatten_with_path(parent, is_leaf=lambda y: y is not parent)
 
     def with_keys(x: Any) -> tuple[Any, Any]:
-        found, tree = children(x)
-        return [(path[0], child) for path, child in found], tree
+        paths_and_children, tree = children(x)
+        return [(path[0], child) for path, child in paths_and_children], tree
 
     def flatten(x: Any) -> tuple[Any, Any]:
-        found, tree = children(x)
-        return [child for _, child in found], tree
+        paths_and_children, tree = children(x)
+        return [child for _, child in paths_and_children], tree
 
     def unflatten(tree: Any, children: Any) -> Any:
         return of_class(jax.tree.unflatten(tree, children), cls)

@@ -1,8 +1,9 @@
-"""What remat_kit knows of Flax: how Linen lifts a function, how NNX makes one pure, who is who.
+"""How does a function of Flax modules become a function of arrays, for Linen and for NNX?
 
-Flax is imported when a Flax object is first met. The lifting hooks of Linen that are used here
-(`flax.linen.transforms.lift_transform`, `flax.core.lift.pack`) and in NNX
-(`flax.nnx.transforms.general.split_inputs`) are no documented API; seen on flax 0.12.8 and 0.12.12.
+Linen lifts a function of modules, and NNX splits its objects into a structure and arrays. Flax is
+imported only if a Flax object is given. The functions `flax.linen.transforms.lift_transform`,
+`flax.core.lift.pack` and `flax.nnx.transforms.general.split_inputs` that this module uses are not
+documented API; they were seen on flax 0.12.8 and 0.12.12.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Runner = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Regions(Protocol):
-    """What runs a function of a Linen module in regions."""
+    """An object that runs a function of a Linen module in regions."""
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of arrays in one or several checkpoint regions."""
@@ -37,7 +38,7 @@ class Regions(Protocol):
     def untraced(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a function of arrays as it is."""
+        """Call a function of arrays without regions."""
         ...
 
     def without_static(
@@ -48,15 +49,15 @@ class Regions(Protocol):
         signature_of: Any,
         skip: int,
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Close ``fn`` over its static arguments."""
+        """Return ``fn`` closed over its static arguments, and its other arguments."""
         ...
 
 
-# -- who is who -------------------------------------------------------------------------------
+# -- which library an object belongs to -------------------------------------------------------
 
 
 def _module_type(package: str) -> type | tuple[()]:
-    """The `Module` class of flax.linen or flax.nnx, or () while nobody has imported it."""
+    """Return the `Module` class of flax.linen or flax.nnx, or () if it has not been imported."""
     loaded = sys.modules.get(package)
     return getattr(loaded, "Module", ()) if loaded is not None else ()
 
@@ -78,9 +79,9 @@ def is_nnx(x: Any) -> bool:
 
 
 def holds_nnx(tree: Any) -> bool:
-    """Tell whether ``tree`` holds the state of NNX, looking into plain pytrees.
+    """Tell whether a pytree contains an NNX object with state.
 
-    Modules do, and so do `nnx.Rngs`, `nnx.Optimizer`, metrics (`nnx.Pytree`) and a variable alone.
+    Such objects are modules, `nnx.Rngs`, `nnx.Optimizer`, metrics (`nnx.Pytree`) and variables.
     """
     kinds = _nnx_types("Pytree", "Module", "Variable")
     if not kinds:
@@ -90,30 +91,31 @@ def holds_nnx(tree: Any) -> bool:
 
 
 def _nnx_types(*names: str) -> tuple[type, ...]:
-    """Classes of flax.nnx, as far as they exist and somebody has imported it."""
+    """Return the classes of flax.nnx with these names that exist, if it has been imported."""
     loaded = sys.modules.get("flax.nnx")
-    found = (getattr(loaded, name, None) for name in names)
-    return tuple(x for x in found if isinstance(x, type))
+    members = (getattr(loaded, name, None) for name in names)
+    return tuple(x for x in members if isinstance(x, type))
 
 
 # -- whole steps of NNX -----------------------------------------------------------------------
 
 
 def holds_state(tree: Any) -> bool:
-    """Tell whether something of NNX that a step can change is in a pytree: modules, optimizers,
-    metrics, random streams and variables.
+    """Tell whether a pytree contains an NNX object that a step can change.
+
+    Such objects are modules, optimizers, metrics, random streams and variables.
     """
     return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
 
 def is_state(x: Any) -> bool:
-    """Tell whether ``x`` is of NNX and may hold state."""
+    """Tell whether ``x`` is an NNX object that may have state."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
 def arrays_of(tree: Any) -> Any:
-    """Return a pytree with the state of what is of NNX in it; its objects may refer in circles."""
+    """Return a pytree with each NNX object replaced by its state, which contains no cycles."""
 
     def state(x: Any) -> Any:
         return sys.modules["flax.nnx"].split(x)[1] if is_state(x) else x
@@ -121,24 +123,25 @@ def arrays_of(tree: Any) -> Any:
     return jax.tree.map(state, tree, is_leaf=is_state)
 
 
-# What `nnx.jit` returns, whose `trace` wraps a `jax.stages.Traced`: flax 0.12.8 and 0.12.12.
+# The classes of the objects that `nnx.jit` returns, whose method `trace` returns a wrapper of a
+# `jax.stages.Traced`; seen on flax 0.12.8 and 0.12.12.
 _NNX_JITTED = ("JitWrapped", "SimpleJitWrapped", "SimpleJitPartialWrapped")
 
 
 def is_nnx_jitted(fn: Any) -> bool:
-    """Tell whether ``fn`` is what `nnx.jit` returns."""
+    """Tell whether ``fn`` is a function that `nnx.jit` returned."""
     module = sys.modules.get("flax.nnx.transforms.compilation")
     kinds = tuple(getattr(module, name) for name in _NNX_JITTED if hasattr(module, name))
     return isinstance(fn, kinds)
 
 
 def jitted_of(fn: Any) -> Any:
-    """Return the jitted function inside what `nnx.jit` returns."""
+    """Return the function of `jax.jit` inside of a function that `nnx.jit` returned."""
     return fn.jitted_fn
 
 
 def trace_jitted(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Trace what `nnx.jit` returns: every change of state is a result of the program."""
+    """Trace a function that `nnx.jit` returned; the program also returns the changed state."""
     return fn.trace(*args, **kwargs).traced
 
 
@@ -173,11 +176,11 @@ def lift_linen(target: Any, regions: Regions, methods: Sequence[str] | None = No
 
 
 def _lifted(fn: Callable[..., Any], regions: Regions, signature_of: Any) -> Callable[..., Any]:
-    """The pattern of `flax.core.lift.checkpoint`, with ``regions`` in place of `jax.checkpoint`."""
+    """Lift ``fn`` as `flax.core.lift.checkpoint` does, with ``regions`` for `jax.checkpoint`."""
     from flax.core import lift
 
     def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any):
-        # The scope is in the place of `self`, which positions count, as those of `nn.remat` do.
+        # The scope takes the place of `self`, which has position 0, as for `nn.remat`.
         call, args, kwargs = regions.without_static(fn, args, kwargs, signature_of, skip=1)
 
         scopes = jax.tree.leaves(scope_fn(variables, rngs))
@@ -185,15 +188,15 @@ def _lifted(fn: Callable[..., Any], regions: Regions, signature_of: Any) -> Call
 
         def pure(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
             scope = scope_fn(variables, rngs)
-            # All scopes that `scope_fn` makes share their counters. A second trace of the call
-            # must draw the random keys that the first one drew.
+            # All scopes that `scope_fn` returns share their counters. A second trace of the call
+            # must draw the same random keys as the first trace.
             for one, before in zip(jax.tree.leaves(scope), counters, strict=True):
                 _restore(one.rng_counters, before)
             out = call(scope, *args, **kwargs)
             return out, repack(scope)
 
-        # Nobody differentiates `init`, and it often runs without `jit`. Other calls may make
-        # parameters too, as `apply(..., mutable=True)` does.
+        # Nobody differentiates `init`, and it often runs without `jit`. It is recognised by its
+        # flag, since other calls such as `apply(..., mutable=True)` may create parameters too.
         initializing = any(scope.get_flag("initializing", False) for scope in scopes)
         call_pure = regions.untraced if initializing else regions.run
         return call_pure(pure, (variables, rngs, *args), kwargs)
@@ -202,12 +205,12 @@ def _lifted(fn: Callable[..., Any], regions: Regions, signature_of: Any) -> Call
 
 
 def _copied(counters: dict[Any, Any]) -> dict[Any, Any]:
-    """Copy the counters of a scope's random streams; those of its children are among them."""
+    """Copy the counters of the random streams of a scope and of its children."""
     return {k: _copied(v) if isinstance(v, dict) else v for k, v in counters.items()}
 
 
 def _restore(counters: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Set counters back in place, because scopes that are equal share the very dictionary."""
+    """Reset counters in place, because equal scopes share one dictionary."""
     for key in counters.keys() - before.keys():
         del counters[key]
     for key, value in before.items():
@@ -274,12 +277,13 @@ def linen_like(module: Any, cls: Any) -> Any:
 def run_nnx(
     run: Runner, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a function of NNX objects through ``run``, which sees arrays alone.
+    """Call a function of NNX objects through ``run``, which gets a function of arrays.
 
-    What the function changes in them (BatchNorm statistics, counters of random streams, new
-    variables) is carried out of the regions and written back, as `nnx.remat` does. Objects that
-    were made outside of the trace that is running, as a model that a jitted function closes over,
-    can be read but not changed. Their values are constants here, where `nnx.remat` fails.
+    Changes that the function makes in the objects (BatchNorm statistics, counters of random
+    streams, new variables) are returned from the regions and written back, as by `nnx.remat`.
+    Objects that were created outside of the running trace, such as a model that a jitted function
+    closes over, can be read but not changed. Their values are constants here, whereas `nnx.remat`
+    fails.
     """
     if not _can_be_changed((args, kwargs)):
         fn = _reading_only(fn)
@@ -314,15 +318,15 @@ def _variables(tree: Any) -> list[Any]:
 
 
 def _can_be_changed(tree: Any) -> bool:
-    """Tell whether the variables in a pytree belong to the trace that is running.
+    """Tell whether the variables in a pytree belong to the running trace.
 
-    Seen on flax 0.12.8 and 0.12.12.
+    The attribute ``_can_update`` was seen on flax 0.12.8 and 0.12.12.
     """
     return all(getattr(x, "_can_update", True) for x in _variables(tree))
 
 
 def _nnx_copies(tree: Any) -> Any:
-    """Return a pytree with its NNX objects copied into the trace that is running."""
+    """Return a pytree with its NNX objects copied into the running trace."""
     from flax import nnx
 
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_nnx)
@@ -334,7 +338,7 @@ def _nnx_copies(tree: Any) -> Any:
 
 
 def _reading_only(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``fn``, which must not change what it is given, since nothing could take it over."""
+    """Return ``fn`` with a check that it does not change its NNX objects, which are copies."""
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -346,7 +350,7 @@ def _reading_only(fn: Callable[..., Any]) -> Callable[..., Any]:
         ]:
             raise PolicyError(
                 f"`{getattr(fn, '__name__', 'the function')}` changes an NNX object that was made "
-                "outside of the function that JAX is tracing, where the change would be lost",
+                "outside of the function that JAX is tracing, so the change would be lost",
                 hint="pass the object as an argument through `nnx.jit`, `nnx.grad` or another "
                 "transformation of NNX, which carries changes out",
             )
@@ -356,10 +360,10 @@ def _reading_only(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def opened_nnx(fn: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Take the NNX objects that a method or a partial function is bound to out of it.
+    """Split a bound method or a partial function into a function and its NNX objects.
 
-    Returns a function, and the positional and the keyword arguments that come before a caller's.
-    `nnx.remat` refuses bound methods, because a change in ``self`` would be lost.
+    Returns the function, and the positional and keyword arguments that precede those of a caller.
+    `nnx.remat` refuses bound methods, because a change of ``self`` would be lost.
     """
     if isinstance(fn, functools.partial) and holds_nnx((fn.args, fn.keywords, _self_of(fn.func))):
         inner, args, kwargs = opened_nnx(fn.func)
@@ -374,28 +378,29 @@ def _self_of(fn: Any) -> Any:
 
 
 # -- module paths of NNX ----------------------------------------------------------------------
-# Linen opens a named scope per module call; NNX does not. While a trace of ours runs, the methods
-# of every NNX class do so, by the path of the instance under the module that was met first. What
-# JAX remembers of jitted functions from other traces has no such scopes, so ours do not share it.
+# Linen opens a named scope for each call of a module, and NNX does not. During a trace of ours, the
+# methods of every NNX class open a scope too. It is the path of the instance from the first module
+# that was called. JAX's cached traces of jitted functions from outside contain no such scopes, so
+# traces of ours use a cache of their own.
 
 
 class _Scopes:
-    """The modules met in one trace: their paths by identity, and the one being called."""
+    """The modules of one trace: their paths by identity, and the path of the running module."""
 
     def __init__(self) -> None:
         self.paths: dict[int, tuple[str, ...]] = {}
-        self.alive: list[Any] = []  # ids stay valid while these live
+        self.alive: list[Any] = []  # these modules stay alive, so that their ids stay unique
         self.current: tuple[str, ...] = ()
         self.outside = list(_contexts())
 
     def enter(self, module: Any) -> tuple[str, ...]:
-        """Return the path of a module that is called."""
+        """Return the path of a module whose method is called."""
         if id(module) not in self.paths:
             self._take(module, self._path_of_copy(module) or self._path_by_class(module))
         return self.paths[id(module)]
 
     def arguments(self, tree: Any) -> None:
-        """Take in the modules that a function is called with."""
+        """Record the paths of the modules among the arguments of a function."""
         base = _module_type("flax.nnx")
         for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, base)):
             if isinstance(x, base) and id(x) not in self.paths:
@@ -409,7 +414,7 @@ class _Scopes:
             self.alive.append(module)
 
     def _path_of_copy(self, module: Any) -> tuple[str, ...] | None:
-        """Return the path of what a transformation of NNX in this trace made a copy of."""
+        """Return the path of the module that an NNX transformation in this trace has copied."""
         for context in _contexts():
             if not any(context is c for c in self.outside):
                 original = _original(context, module)
@@ -418,10 +423,10 @@ class _Scopes:
         return None
 
     def _path_by_class(self, module: Any) -> tuple[str, ...]:
-        """Return a path for a module of unknown origin.
+        """Return a path for a module of unknown origin, such as a copy by `nnx.merge`.
 
-        A copy that was made in another way, as by `nnx.merge`, gets the path of the one module of
-        its class below the caller, where there is one.
+        If exactly one module of its class is below the caller, the module gets the path of that
+        module. Otherwise its path consists of the path of the caller and the name of its class.
         """
         depth = len(self.current)
         kin = {
@@ -432,11 +437,12 @@ class _Scopes:
         return kin.pop() if len(kin) == 1 else (*self.current, type(module).__name__)
 
 
-# `GraphContext` and `UpdateContext` of `flax.nnx.graphlib` are no documented API: 0.12.8, 0.12.12.
+# `GraphContext` and `UpdateContext` of `flax.nnx.graphlib` are not documented API; they were seen
+# on flax 0.12.8 and 0.12.12.
 
 
 def _contexts() -> Iterator[Any]:
-    """Yield what the transformations of NNX know that are running now."""
+    """Yield the contexts of the NNX transformations that are running."""
     graphlib = sys.modules.get("flax.nnx.graphlib")
     known = getattr(graphlib, "GRAPH_CONTEXT", None)
     for stack in getattr(known, "update_context_stacks", {}).values():
@@ -444,10 +450,10 @@ def _contexts() -> Iterator[Any]:
 
 
 def _original(context: Any, copy: Any) -> Any:
-    """Return the object whose copy a transformed function was given, None for any other object.
+    """Return the object of which ``copy`` is a copy, or None if it is not a copy.
 
-    While the function runs, the context of the transformation numbers the objects that came from
-    outside and their copies.
+    While a transformed function runs, the context of the transformation gives equal numbers to the
+    objects that were passed in and to their copies.
     """
     numbers = getattr(context, "inner_ref_outer_index", None)
     objects = getattr(context, "outer_index_outer_ref", None)
@@ -471,7 +477,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def nnx_scopes() -> Iterator[None]:
-    """While it is open, calls of NNX modules write their path into the name stack."""
+    """In this context, calls of NNX modules write their paths into the name stack."""
     base = _module_type("flax.nnx")
     if base == () or _scopes.get() is not None:
         yield
@@ -487,7 +493,7 @@ def nnx_scopes() -> Iterator[None]:
 
 
 def with_known_arguments(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``fn``, whose arguments name the NNX modules in them while `nnx_scopes` is open."""
+    """Return ``fn`` so that within `nnx_scopes` the modules among its arguments get paths."""
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -500,7 +506,7 @@ def with_known_arguments(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scoped_method(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return ``fn``; with the scope of its module, if it is a method of an NNX module.
+    """Return ``fn``, which opens the scope of its module if it is a method of an NNX module.
 
     >>> from flax import nnx
     >>> layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
@@ -512,8 +518,8 @@ def scoped_method(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[...
     if not args or not isinstance(args[0], _module_type("flax.nnx")):
         return fn
     name = getattr(fn, "__name__", "")
-    found = (vars(cls).get(name) for cls in type(args[0]).__mro__)
-    return _scoped(fn) if any(_wraps(method, fn) for method in found) else fn
+    methods = (vars(cls).get(name) for cls in type(args[0]).__mro__)
+    return _scoped(fn) if any(_wraps(method, fn) for method in methods) else fn
 
 
 def _wraps(method: Any, fn: Any) -> bool:
@@ -553,7 +559,7 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 
 def _scoped(original: Any) -> Any:
-    """Return a method that opens the scope of its module; the same one for the same method."""
+    """Return a method that opens the scope of its module; equal calls return the same object."""
     return _jax.shared(_make_scoped, original, None)
 
 

@@ -1,8 +1,9 @@
-"""What remat_kit knows of Haiku: how to carry its state in and out of a traced function.
+"""How does the state of Haiku get into a traced function and out of it?
 
-Inside `hk.transform`, parameters, state and the random stream live in a frame that modules read
-and write. The functions of `haiku._src.stateful` that `hk.remat` is made of are no documented API;
-seen on dm-haiku 0.0.17. Haiku is looked at only once somebody has imported it.
+Inside `hk.transform`, the parameters, the state and the random stream are stored in a frame that
+modules read and write. This module uses the functions of `haiku._src.stateful` on which `hk.remat`
+is built. They are not documented API, and were seen on dm-haiku 0.0.17. Haiku is never imported
+here, only used if it has been imported.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ def _modules() -> tuple[type, ...]:
 
 
 def transparent(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep Haiku from opening the scope of the module for ``method``, which calls one that does."""
+    """Return ``method``, for which Haiku then opens no scope: the method that it calls opens one."""
     import haiku as hk
 
     return hk.transparent(method)
 
 
 def threaded(run: Runner) -> Runner:
-    """Return ``run``, inside `hk.transform` with Haiku's state among arguments and results."""
+    """Return ``run``, which inside `hk.transform` also takes and returns the state of Haiku."""
     if "haiku" not in sys.modules:
         return run
     base = importlib.import_module("haiku._src.base")
@@ -57,7 +58,7 @@ def threaded(run: Runner) -> Runner:
 
         @functools.wraps(fn)
         def again(*args: Any, **kwargs: Any) -> Any:
-            # A second trace of the call must number its modules as the first one did.
+            # A second trace of the call must give its modules the same numbers as the first trace.
             counters.clear()
             counters.update(numbers)
             names.intersection_update(used)

@@ -1,4 +1,4 @@
-"""Selectors and policies: values that say what to save, to offload and to recompute.
+"""What is a policy, and how do policies and selectors combine?
 
 A *selector* is a predicate on one intermediate value of a function. A *policy* is a function from
 values to decisions, which are ordered ``RECOMPUTE < OFFLOAD < SAVE``. Both are frozen, hashable and
@@ -37,8 +37,9 @@ from remat_kit._errors import PolicyError, unknown
 from remat_kit._program.value import Value
 from remat_kit._units import shortened
 
-# Bounds on what is read and built. A policy that somebody writes has a depth of a few and tens of
-# names; beyond these bounds Python's own recursion and quadratic algorithms would show.
+# Largest depth and number of names of a policy. A policy that a person writes has a few levels and
+# tens of names. Beyond these bounds Python's recursion limit and algorithms of quadratic cost would
+# become noticeable.
 MAX_NESTING = 100
 
 
@@ -73,8 +74,8 @@ class Decision(enum.IntEnum):
 class Selector:
     """A predicate on one `Value`; combine with ``|``, ``&``, ``~`` and ``-``.
 
-    If a function expects a policy, a selector ``s`` means ``save(s)``. A selector has the part of
-    the policy callables of `jax.checkpoint`.
+    Where a function expects a policy, a selector ``s`` means ``save(s)``. A selector plays the role
+    of a policy callable of `jax.checkpoint`.
 
     Raises:
       TypeError: an operand of ``|``, ``&`` or ``-`` is neither a selector nor a policy.
@@ -88,7 +89,7 @@ class Selector:
     _precedence = 9
     _depth = 1
     plain = False
-    """Whether JAX's own policy call, which sees a primitive and its parameters, is enough."""
+    """Whether the selector reads only what JAX tells its policies: primitive and parameters."""
 
     def matches(self, value: Value) -> bool:
         """Whether ``value`` is selected."""
@@ -126,18 +127,22 @@ def _join(kind: type, a: Selector, b: Selector) -> Any:
 
 
 def _depth_of(kind: type, *parts: Any) -> int:
-    """Return the depth of a node of a kind; parts of the same kind are merged into it."""
+    """Return the nesting depth of a node; parts of the same kind add no level to it."""
     return max(p._depth + (type(p) is not kind) for p in parts)
 
 
 def _at_depth(node: Any, depth: int) -> Any:
-    """Note how deep a node is. Its repr, hash and decisions recurse so far."""
+    """Record the depth of a node, to which its repr, hash and decisions recurse.
+
+    Raises:
+      PolicyError: the node is deeper than `MAX_NESTING`.
+    """
     if depth > MAX_NESTING:
         raise PolicyError(
             f"`{type(node).__name__.lower()} of ...`: this is too deeply nested, more than "
             f"{MAX_NESTING} operators inside of one another",
-            hint="a chain such as a | b | c has a depth of one; put what alternates between | and "
-            "& into fewer levels, or give one selector several patterns: named('a', 'b')",
+            hint="a chain such as a | b | c has a depth of one; alternate less often between | and "
+            "&, or give one selector several patterns: named('a', 'b')",
         )
     object.__setattr__(node, "_depth", depth)
     return node
@@ -157,7 +162,7 @@ class _Combined(Selector):
 
 
 class Union(_Combined):
-    """What any of ``parts`` selects, written ``a | b``."""
+    """Selects the values that any of ``parts`` selects, written ``a | b``."""
 
     _precedence = 1
 
@@ -169,7 +174,7 @@ class Union(_Combined):
 
 
 class Intersection(_Combined):
-    """What all of ``parts`` select, written ``a & b``."""
+    """Selects the values that all of ``parts`` select, written ``a & b``."""
 
     _precedence = 2
 
@@ -182,7 +187,7 @@ class Intersection(_Combined):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Complement(Selector):
-    """What ``part`` does not select, written ``~a``."""
+    """Selects the values that ``part`` does not select, written ``~a``."""
 
     part: Selector
     _precedence = 4
@@ -230,14 +235,14 @@ class Policy:
     Array(1., dtype=float32, weak_type=True)
     """
 
-    # Both are for `structural.Structural`, whose policies also say where regions are.
+    # `structural.Structural`, whose policies also say where regions are, overrides both.
     places_regions: ClassVar[bool] = False
     _head: ClassVar[str] = ""
     _precedence = 9
     _depth = 1
 
     def decide(self, value: Value) -> Decision:
-        """Return what becomes of ``value``."""
+        """Return the decision about ``value``."""
         return self.deciding(value)._verdict(value)
 
     def matches(self, value: Value) -> bool:
@@ -249,7 +254,7 @@ class Policy:
         return repr(self.deciding(value))
 
     def destination(self, value: Value) -> str:
-        """Return the memory kind in which ``value`` waits: ``"device"``, unless offloaded."""
+        """Return the memory kind that stores ``value``: ``"device"``, unless it is offloaded."""
         return self.deciding(value)._destination(value)
 
     def deciding(self, value: Value) -> _Leaf:
@@ -350,8 +355,10 @@ def _operand(obj: Any, sign: str) -> Policy:
     policy = read(obj, call=f"... {sign} ...")
     if policy is None:
         raise PolicyError(
-            f"`... {sign} {obj!r}`: None means that no policy is applied, which combines with none",
-            hint="`save(everything)` keeps all that JAX would keep; `save(nothing)` keeps nothing",
+            f"`... {sign} {obj!r}`: None means that no policy is applied, and cannot be combined "
+            "with a policy",
+            hint="`save(everything)` saves all residuals, as JAX does without a policy; "
+            "`save(nothing)` saves none",
         )
     if policy.places_regions:
         raise PolicyError(
@@ -362,7 +369,7 @@ def _operand(obj: Any, sign: str) -> Policy:
 
 
 class _Leaf(Policy):
-    """A policy that is one rule."""
+    """A policy that consists of a single rule."""
 
     def deciding(self, value: Value) -> _Leaf:
         return self
@@ -385,12 +392,12 @@ _HOST_KINDS = ("pinned_host", "unpinned_host")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Rule(_Leaf):
-    """One decision for what a selector matches: see `save`, `offload` and `recompute`.
+    """One decision about the values that a selector matches: see `save`, `offload`, `recompute`.
 
     Attributes:
-      decision: for what ``selector`` matches.
+      decision: the decision about the values that ``selector`` matches.
       selector: the predicate.
-      to: memory kind of what is offloaded; ``"device"`` for the other decisions.
+      to: the memory kind that stores offloaded values; ``"device"`` for the other decisions.
     """
 
     decision: Decision
@@ -421,13 +428,13 @@ def _selector(call: str, obj: Any) -> Selector:
         type(None): f"to select no value write `{call}(nothing)`",
     }
     raise PolicyError(
-        f"`{call}({obj!r})`: a selector is wanted, this is a {type(obj).__name__}",
+        f"`{call}({obj!r})`: the argument must be a selector, not a {type(obj).__name__}",
         hint=hints.get(type(obj), f"for example `{call}(dots)` or `{call}(module('*/mlp'))`"),
     )
 
 
 def save(selector: Selector) -> Policy:
-    """Save the values of ``selector`` and recompute the rest.
+    """Save the values that ``selector`` selects, and recompute the rest.
 
     Follows `jax.checkpoint_policies`, such as ``dots_saveable`` and ``save_only_these_names``.
 
@@ -436,13 +443,15 @@ def save(selector: Selector) -> Policy:
     <Decision.RECOMPUTE: 0>
 
     Raises:
-      PolicyError: not a selector.
+      PolicyError: ``selector`` is not a selector.
     """
     return Rule(Decision.SAVE, _selector("save", selector))
 
 
 def offload(selector: Selector, to: str = "pinned_host") -> Policy:
-    """Offload the values of ``selector`` to the host until they are needed; recompute the rest.
+    """Offload the values that ``selector`` selects to host memory, and recompute the rest.
+
+    The backward pass copies an offloaded value back to the device before it reads the value.
 
     Follows `jax.checkpoint_policies.save_and_offload_only_these_names`.
 
@@ -452,12 +461,12 @@ def offload(selector: Selector, to: str = "pinned_host") -> Policy:
     ('pinned_host', 'device')
 
     Args:
-      selector: the values.
-      to: memory kind, ``"pinned_host"`` or ``"unpinned_host"``.
+      selector: selects the values to offload.
+      to: the memory kind that stores them, ``"pinned_host"`` or ``"unpinned_host"``.
 
     Raises:
-      PolicyError: not a selector.
-      UnknownNameError: not a memory kind of the host.
+      PolicyError: ``selector`` is not a selector.
+      UnknownNameError: ``to`` is not a memory kind of the host.
     """
     if to not in _HOST_KINDS:
         shown = shortened(to)
@@ -467,10 +476,10 @@ def offload(selector: Selector, to: str = "pinned_host") -> Policy:
 
 
 def recompute(selector: Selector) -> Policy:
-    """Recompute the values of ``selector`` and save the rest, as ``save(~selector)`` does.
+    """Recompute the values that ``selector`` selects, and save the rest, as ``save(~selector)``.
 
-    There is one difference, in values that only a derivative rule computes, such as the ``2 * x``
-    of ``x ** 2``. ``save(~selector)`` saves such a value and so avoids recomputing ``x``;
+    The two differ in values that only a derivative rule computes, such as the ``2 * x`` of
+    ``x ** 2``. ``save(~selector)`` saves such a value and so avoids recomputing ``x``, whereas
     ``recompute(selector)`` treats it like the value that it is computed from. Follows
     `jax.checkpoint_policies.save_anything_except_these_names`.
 
@@ -479,7 +488,7 @@ def recompute(selector: Selector) -> Policy:
     <Decision.SAVE: 2>
 
     Raises:
-      PolicyError: not a selector.
+      PolicyError: ``selector`` is not a selector.
     """
     return Rule(Decision.RECOMPUTE, _selector("recompute", selector))
 
@@ -521,7 +530,7 @@ class Weaker(_Node):
 
 
 class First(_Node):
-    """The decision of the first of ``parts`` that matches, else of the last: ``a >> b``."""
+    """The decision of the first of ``parts`` that matches, or else of the last: ``a >> b``."""
 
     _sign, _precedence = ">>", 3
 
@@ -543,10 +552,10 @@ def first(*policies: Any) -> Policy:
     ['RECOMPUTE', 'SAVE', 'RECOMPUTE']
 
     Args:
-      *policies: one or more of what `as_policy` takes.
+      *policies: one or more policies, in any form that `remat_kit.policy` accepts.
 
     Raises:
-      PolicyError: none given, or one that cannot be combined.
+      PolicyError: no policy was given, or one of them cannot be combined.
     """
     if not policies:
         raise PolicyError(
@@ -563,7 +572,7 @@ def first(*policies: Any) -> Policy:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Wrapped(_Leaf):
-    """A policy callable of JAX: see `callable_policy`."""
+    """A policy that asks a policy callable of JAX: see `callable_policy`."""
 
     fn: Callable[..., Any]
 
@@ -577,15 +586,16 @@ class Wrapped(_Leaf):
         return self._answer(value)[1]
 
     def _answer(self, value: Value) -> tuple[Decision, str]:
-        asked: list[Any] = []
+        answers: list[Any] = []
         if value.primitive is not None:
-            asked.append(self.fn(value.primitive, *value.in_avals, **value.params))
-        # JAX asks about a value and about its named copy; here they are one value.
+            answers.append(self.fn(value.primitive, *value.in_avals, **value.params))
+        # JAX asks separately about a value and about its named copy. Here the two are one value, so
+        # the stronger of the answers counts.
         if getattr(value.primitive, "name", "") != "name":
             name_p, avals = _jax.name_primitive(), value.in_avals[:1]
-            asked += [self.fn(name_p, *avals, name=n) for n in value.names]
-        answers = [_normalised(a, self) for a in asked]
-        return max(answers, key=lambda a: a[0], default=(Decision.RECOMPUTE, "device"))
+            answers += [self.fn(name_p, *avals, name=n) for n in value.names]
+        decisions = [_normalised(answer, self) for answer in answers]
+        return max(decisions, key=lambda d: d[0], default=(Decision.RECOMPUTE, "device"))
 
     def __repr__(self) -> str:
         known = vars(jax.checkpoint_policies).items()
@@ -601,14 +611,14 @@ def _normalised(answer: Any, policy: Wrapped) -> tuple[Decision, str]:
     if answer is _jax.SAVEABLE or answer is _jax.RECOMPUTE:
         return (Decision.SAVE if answer is _jax.SAVEABLE else Decision.RECOMPUTE), "device"
     raise PolicyError(
-        f"`{policy!r}`: the wrapped policy answered {answer!r}",
+        f"`{policy!r}`: the wrapped policy returned {answer!r}, which is not a decision",
         hint="a policy of JAX returns a bool, Saveable, Recompute or Offloadable(src, dst); "
         "call a policy factory such as `save_only_these_names` with its names first",
     )
 
 
 def callable_policy(fn: Callable[..., Any]) -> Policy:
-    """Wrap a policy callable of JAX (`jax.checkpoint_policies`), offloading ones included.
+    """Wrap a policy callable of JAX (`jax.checkpoint_policies`), which may offload too.
 
     The policy matches the values that the callable saves or offloads.
 
@@ -622,11 +632,12 @@ def callable_policy(fn: Callable[..., Any]) -> Policy:
       fn: called as ``fn(primitive, *in_avals, **params)``.
 
     Raises:
-      PolicyError: ``fn`` is not callable; or, when it is called, its result is not a decision.
+      PolicyError: ``fn`` is not callable. When the policy is applied: ``fn`` returned something
+        that is not a decision.
     """
     if not callable(fn) or isinstance(fn, Selector):
         raise PolicyError(
-            f"`callable_policy({fn!r})`: a policy callable of JAX is wanted",
+            f"`callable_policy({fn!r})`: the argument must be a policy callable of JAX",
             hint="for example `callable_policy(jax.checkpoint_policies.dots_saveable)`",
         )
     return fn if isinstance(fn, Policy) else Wrapped(fn)

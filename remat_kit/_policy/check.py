@@ -1,4 +1,4 @@
-"""Which patterns of a policy match nothing in a program, and what they may have meant."""
+"""Which patterns of a policy match nothing in a program, and what may the user have meant?"""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def check(
     *,
     call: str = "policy(...)",
 ) -> None:
-    """Raise for a name, module or primitive pattern of ``policy`` that can match nothing.
+    """Raise for a name, module or primitive pattern of ``policy`` that cannot match any value.
 
-    Each pattern is checked on its own. A primitive that JAX has but the function lacks is no
-    error, nor is what stands under ``strict=False``; a rule that selects nothing for such a reason
-    is a warning (`remat_kit._apply.void`).
+    Each pattern is checked on its own. Two kinds of pattern may match nothing without an error: one
+    under ``strict=False``, and one for a primitive that JAX has and the function does not use.
+    A rule that selects nothing for such a reason emits a warning (`remat_kit._apply.void`).
 
     >>> from remat_kit import named, save
     >>> check(save(named("atn_out")), [Value(names=("attn_out",))], call="policy(...)")
@@ -42,11 +42,11 @@ def check(
     Args:
       policy: the policy.
       values: every intermediate value of the function.
-      primitives: names of further primitives that exist; by default all that JAX has.
-      call: what the user wrote, for the message.
+      primitives: names of further primitives that exist; by default all primitives of JAX.
+      call: the call as the user wrote it, which the message quotes.
 
     Raises:
-      UnknownNameError: with near matches from what exists.
+      UnknownNameError: a pattern matches nothing; the hint lists similar names that exist.
     """
     values = list(values)
     names = {n for v in values for n in v.names}
@@ -79,10 +79,14 @@ def _check_modules(leaf: Module, modules: set[str], call: str) -> None:
 
 
 def similar_paths(pattern: str, modules: set[str]) -> set[str]:
-    """The existing module paths, in the form in which the pattern is written."""
-    found = re.fullmatch(r"((?:\*{1,2}/)?)(.*?)((?:/\*\*)?)", pattern)
-    assert found is not None
-    head, body, tail = found.groups()
+    """Return the existing module paths, written in the form of ``pattern``.
+
+    >>> similar_paths("*/mpl", {"GPT/block_0/mlp"}) == {"*/GPT", "*/block_0", "*/mlp"}
+    True
+    """
+    parts = re.fullmatch(r"((?:\*{1,2}/)?)(.*?)((?:/\*\*)?)", pattern)
+    assert parts is not None
+    head, body, tail = parts.groups()
     depth = body.count("/") + 1
     paths = [p.split("/") for m in modules for p in prefixes(m) if p]
     if not head:
@@ -110,7 +114,8 @@ def unmatched(policy: Policy, values: Iterable[Value]) -> list[str]:
     ['save(dots)', "offload(named('x', strict=False))"]
 
     Args:
-      policy: the policy; ``save(nothing)`` in it is not reported, for it means what it says.
+      policy: the policy; ``save(nothing)`` is never reported, because it is meant to select
+        nothing.
       values: every intermediate value of the function.
     """
     values = list(values)

@@ -1,4 +1,7 @@
-"""Patterns of module paths: ``*`` is a part of one component, ``**`` any number of components."""
+"""Does a module path match a pattern?
+
+In a pattern, ``*`` stands for a part of one component and ``**`` for any number of components.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from remat_kit._units import shortened
 def path_matches(pattern: str, path: str) -> bool:
     """Whether the whole of a module path matches a pattern.
 
-    ``*``, ``?`` and ``[...]`` match inside one component, ``**`` matches any number of components,
-    none included. A leading ``*/`` matches one or more components, because a path may carry roots
-    that the pattern's writer did not think of.
+    ``*``, ``?`` and ``[...]`` match inside one component. ``**`` matches any number of components,
+    including none. A leading ``*/`` matches one or more components, because the path of a model may
+    begin with the names of the modules that contain the model.
 
     >>> path_matches("*/mlp", "GPT/block_0/mlp"), path_matches("*/mlp", "mlp")
     (True, False)
@@ -37,8 +40,8 @@ def path_matches(pattern: str, path: str) -> bool:
 def prefix_matching(pattern: str, path: str) -> str | None:
     """Return the shortest prefix of a module path that matches a pattern, or None.
 
-    The patterns of ``at=``: as in `path_matches`, but a leading ``*/`` may also match nothing,
-    because functions and NNX modules may have no root.
+    The patterns of ``at=`` are read in this way. They mean the same as in `path_matches`, except
+    that a leading ``*/`` may also match nothing, since functions and NNX modules may have no root.
 
     >>> prefix_matching("*/block_*", "GPT/decoder/block_3/mlp/up")
     'GPT/decoder/block_3'
@@ -58,7 +61,7 @@ def prefixes(path: str) -> Iterator[str]:
 
 
 def with_final_slash(path: str) -> str:
-    # Every component ends in a slash, so that one regex serves whole paths and ancestors.
+    # Every component ends in a slash, so that one regex can match whole paths and their ancestors.
     return path + "/" if path else ""
 
 
@@ -68,7 +71,8 @@ def path_regex(pattern: str, leading: str) -> re.Pattern[str]:
     parts = [part for before, part in steps if not before == part == "**"]
     if not all(parts) or "\0" in pattern:
         raise PolicyError(
-            f"`module({shortened(pattern)})`: an empty component, or a NUL, matches no module",
+            f"`module({shortened(pattern)})`: a pattern with an empty component or a NUL matches "
+            "no module",
             hint="write paths such as 'GPT/block_0/mlp' or '*/mlp/**', with no slash at either end",
         )
     out = []
@@ -89,8 +93,8 @@ def path_regex(pattern: str, leading: str) -> re.Pattern[str]:
 
 
 def _component_regex(part: str) -> str:
-    def piece(found: re.Match[str]) -> str:
-        text = found[0]
+    def piece(wildcard: re.Match[str]) -> str:
+        text = wildcard[0]
         if text[0] == "*":
             return "\0"
         if text == "?":
@@ -100,8 +104,9 @@ def _component_regex(part: str) -> str:
             return f"[{'^' + body[1:] if body[0] == '!' else body}]"
         return re.escape(text)
 
-    # The first place at which a middle piece matches is as good as any later one, so that the
-    # regex need not go back to it (as in `fnmatch.translate`): else `*a*a*a*b` takes forever.
+    # A middle piece may take the first place at which it matches, because any later place leaves
+    # less text for the rest. So the regex needs no backtracking (as in `fnmatch.translate`), with
+    # which `*a*a*a*b` would take exponential time.
     first, *rest = re.sub(r"\?|\[[^\]]+\]|\*+|[^*]", piece, part).split("\0")
     if not rest:
         return first

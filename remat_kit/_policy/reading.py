@@ -1,4 +1,4 @@
-"""Whatever a user writes for a policy: a value, a text, a callable of JAX or a table."""
+"""Which policy does a user mean by a value, a text, a policy callable of JAX or a table?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from remat_kit._units import shortened
 
 
 def as_policy(obj: Any, *, call: str = "policy(...)") -> Policy | None:
-    """Return the policy that ``obj`` stands for; None and ``"none"`` stand for no policy at all.
+    """Return the policy that ``obj`` stands for, or None if ``obj`` is None or ``"none"``.
 
     >>> from remat_kit import dots
     >>> as_policy(dots)
@@ -32,16 +32,17 @@ def as_policy(obj: Any, *, call: str = "policy(...)") -> Policy | None:
     save(named('attn_out')) | offload(module('*/mlp'))
 
     Args:
-      obj: a `Policy`; a `Selector` (saved); the name of a preset, the path of a recipe, or the repr
-        of a policy; a policy callable of JAX; or a table from a configuration file. Such a table
-        has ``policy`` (a text) or any of ``save``, ``offload`` and ``recompute``, each a name
-        pattern, a table of ``name``, ``module`` and ``primitive`` patterns, or a list of such; what
-        ``recompute`` lists goes before the rest. ``to`` is the memory kind for ``offload``.
-      call: what the user wrote, for messages.
+      obj: a `Policy`; a `Selector`, whose values are saved; the name of a preset, the path of a
+        recipe, or the repr of a policy; a policy callable of JAX; or a table from a configuration
+        file. Such a table has either ``policy`` (a text) or any of ``save``, ``offload`` and
+        ``recompute``. Each of these is a name pattern, a table of ``name``, ``module`` and
+        ``primitive`` patterns, or a list of these. The values that ``recompute`` lists are
+        recomputed even if another key lists them too. ``to`` is the memory kind for ``offload``.
+      call: the call as the user wrote it, which messages quote.
 
     Raises:
-      PolicyError: stands for no policy.
-      UnknownNameError: a preset, recipe or key of the table that does not exist.
+      PolicyError: ``obj`` stands for no policy.
+      UnknownNameError: a preset, a recipe or a key of the table does not exist.
     """
     if obj is None or obj == "none":
         return None
@@ -86,16 +87,16 @@ def _from_table(table: Mapping[str, Any], call: str) -> Policy | None:
             hint='for example {"save": ["attn_out"], "offload": {"module": "*/mlp"}}',
         )
     read = _TableReader(call)
-    chosen = {verb: read.selector(table[verb]) for verb in table if verb != "to"}
-    kept: list[Policy] = []
-    if "save" in chosen:
-        kept.append(save(chosen["save"]))
-    if "offload" in chosen:
-        kept.append(offload(chosen["offload"], table.get("to", "pinned_host")))
-    if "recompute" not in chosen:
-        return functools.reduce(lambda a, b: a | b, kept)
-    dropped = recompute(chosen["recompute"])
-    return dropped >> functools.reduce(lambda a, b: a | b, kept) if kept else dropped
+    selectors = {verb: read.selector(table[verb]) for verb in table if verb != "to"}
+    storing: list[Policy] = []
+    if "save" in selectors:
+        storing.append(save(selectors["save"]))
+    if "offload" in selectors:
+        storing.append(offload(selectors["offload"], table.get("to", "pinned_host")))
+    if "recompute" not in selectors:
+        return functools.reduce(lambda a, b: a | b, storing)
+    recomputing = recompute(selectors["recompute"])
+    return recomputing >> functools.reduce(lambda a, b: a | b, storing) if storing else recomputing
 
 
 def _key(key: Any) -> str:
@@ -103,7 +104,7 @@ def _key(key: Any) -> str:
 
 
 class _TableReader:
-    """Reads the selectors of one table; counts what it reads, for lists may hold one another."""
+    """Reads the selectors of one table, and counts its entries, since a list may contain itself."""
 
     def __init__(self, call: str):
         self.call = call
@@ -116,7 +117,7 @@ class _TableReader:
             raise PolicyError(
                 f"`{self.call}`: a policy table with more than "
                 f"{MAX_NAMES if what == 'names' else MAX_NESTING} {what}",
-                hint="say it with patterns such as 'attn_*' in one list",
+                hint="use patterns such as 'attn_*' in one list",
             )
         if isinstance(entry, str):
             return named(entry)
@@ -129,7 +130,7 @@ class _TableReader:
             return _either([*([named(*names)] if names else []), *rest]) if entry else nothing
         raise PolicyError(
             f"`{self.call}`: {shortened(entry)} selects no value",
-            hint='give a name pattern, a table such as {"module": "*/mlp"}, or a list of such',
+            hint='give a name pattern, a table such as {"module": "*/mlp"}, or a list of these',
         )
 
     def by_key(self, key: str, patterns: Any) -> Selector:

@@ -1,14 +1,14 @@
-"""Policies as files: presets, recipes and the text of a policy.
+"""How is a policy written in a file?
 
-A recipe is a TOML file of a few lines::
+A *recipe* is a TOML file of a few lines::
 
     description = "Keep the attention output of every block."
     origin = "https://example.org/where-it-comes-from"
     policy = "save(named('attn_out'))"
 
-The text of a policy is parsed over a closed list of constructors and never evaluated, so that a
-recipe from elsewhere can be read without trust. A recipe may take one parameter, which a user
-gives after a colon (``uniform:2``).
+A *preset* is a recipe that comes with remat_kit. The text of a policy is parsed with a fixed list
+of constructors and never evaluated, so a recipe from an unknown source can run no code. A recipe
+may take one parameter, which a user writes after a colon (``uniform:2``).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _MAX_DIGITS = 1000
 _MAX_TOKENS = 100_000
 
 
-# What stands in a text, one match a token, in time linear in the text: possessive quantifiers never
-# go back, and a string that nobody closes ends with the text.
+# These patterns split a text into tokens, one match for each, in time linear in the length of the
+# text: possessive quantifiers never backtrack, and an unclosed string ends with the text.
 _TRIPLE = r"""\"{3}(?:[^"\\]|\\.|"(?!""))*+(?:"{3})?"""
 
 
@@ -71,10 +71,10 @@ _TOML_TOKENS = re.compile(
 
 
 def _check_extent(text: str, tokens: re.Pattern[str], call: str, what: str) -> None:
-    """Raise for a text that is too much to read, before anything slower looks at it.
+    """Raise for a text that is too long or too deeply nested, before a slower parser reads it.
 
-    Python's own parsers recurse, refuse long numbers in ways of their own, and some (`tomllib` on
-    dotted keys) take time quadratic in the length.
+    Python's own parsers recurse, raise errors of their own for long numbers, and in places take
+    time quadratic in the length, as `tomllib` does for dotted keys.
     """
 
     def refuse(reason: str) -> PolicyError:
@@ -152,7 +152,7 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def parse(text: str) -> Policy:
-    """Return the policy whose repr is ``text``; a selector is saved.
+    """Return the policy whose repr is ``text``; a selector ``s`` means ``save(s)``.
 
     >>> parse("save(dots - named('logits')) >> offload(module('*/mlp'))")
     save(dots & ~named('logits')) >> offload(module('*/mlp'))
@@ -162,8 +162,8 @@ def parse(text: str) -> Policy:
         ``-``, ``>>``, strings, numbers, True, False, None, and nothing else.
 
     Raises:
-      PolicyError: not such a text; says which piece.
-      UnknownNameError: a constructor or constant that does not exist.
+      PolicyError: ``text`` is not the text of a policy; the message quotes the wrong piece.
+      UnknownNameError: a constructor or constant does not exist.
     """
     _check_extent(text, _POLICY_TOKENS, _short(text), "this is not the text of a policy")
     try:
@@ -213,14 +213,14 @@ def _read(node: ast.expr, text: str) -> Any:
                 raise unknown("policy of jax.checkpoint_policies", attr, _JAX_POLICIES, call=text)
             return getattr(jax.checkpoint_policies, attr)
     raise PolicyError(
-        f"`{_short(text)}`: {_unparsed(node)} has no place in the text of a policy",
-        hint="only constructors such as save(...) and named(...), constants such as dots, the "
-        "operators | & ~ - >>, and literals are read",
+        f"`{_short(text)}`: {_unparsed(node)} is not allowed in the text of a policy",
+        hint="a policy consists of constructors such as save(...) and named(...), constants such "
+        "as dots, the operators | & ~ - >>, and literals",
     )
 
 
 def _read_chain(node: ast.expr, text: str) -> Selector | Policy:
-    """Read ``a | b | c | ...``, whose tree is as deep as the chain is long, without recursion."""
+    """Read ``a | b | c | ...`` without recursion, since each operator adds a level to its tree."""
     chain: list[ast.BinOp] = []
     while isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         chain.append(node)
@@ -256,7 +256,7 @@ def _read_call(
     for keyword in keywords:
         if keyword.arg is None:
             raise PolicyError(
-                f"`{_short(text)}`: `**` has no place in the text of a policy",
+                f"`{_short(text)}`: `**` is not allowed in the text of a policy",
                 hint=f"write the keywords of {name}(...) one by one",
             )
         named[keyword.arg] = _read(keyword.value, text)
@@ -276,8 +276,8 @@ def _apply(node: ast.expr, text: str, build: Callable[[], Any]) -> Any:
 def _unknown_word(name: str, text: str) -> UnknownNameError:
     if name == "where":
         return UnknownNameError(
-            f"`{_short(text)}`: where(...) holds a function, which a text cannot",
-            hint="build this policy in Python, or say it with the other selectors",
+            f"`{_short(text)}`: where(...) takes a function, which a text cannot contain",
+            hint="build this policy in Python, or use the other selectors",
         )
     words = [*_CONSTRUCTORS, *_CONSTANTS]
     return unknown("constructor of a policy", name, words, call=_short(text))
@@ -304,7 +304,8 @@ def _as_names(text: str) -> str:
     return ", ".join(map(repr, names))
 
 
-# What a parameter may be: how its text becomes a piece of a policy's text, and an example.
+# For each type of a parameter: a function from the argument that a user writes to a piece of the
+# policy's text, and an example of such an argument.
 _PARAMETERS: dict[str, tuple[Callable[[str], str], str]] = {
     "int": (_as_int, "2"),
     "int or None": (_as_int, "4"),
@@ -318,23 +319,24 @@ _PARAMETERS: dict[str, tuple[Callable[[str], str], str]] = {
 class Recipe:
     """A named policy and its source.
 
-    MaxText and AXLearn name their policies in the same way, in a configuration.
+    A user gives the name where a policy is expected, as in the configurations of MaxText and
+    AXLearn.
 
     >>> r = Recipe("keep_out", "save(named('attn_out'))", description="Attention outputs only.")
     >>> r.policy
     save(named('attn_out'))
 
     Attributes:
-      name: a word; the file's name without ``.toml``.
-      text: the repr of the policy, with ``{parameter}`` where the parameter goes.
+      name: the name of the file without ``.toml``.
+      text: the repr of the policy, with ``{parameter}`` in the place of the parameter.
       description: one or two sentences.
-      origin: whose practice it is, with the address of the public documentation.
-      aliases: other names.
-      parameters: none, or one pair of its name and its type: ``int``, ``int or None``, ``size``,
-        ``names`` (one or more, with commas) or ``text``.
+      origin: the library or paper that uses this policy, with the address of its documentation.
+      aliases: other names of the recipe.
+      parameters: empty, or one pair of the parameter's name and its type: ``int``,
+        ``int or None``, ``size``, ``names`` (one or more, separated by commas) or ``text``.
 
     Raises:
-      PolicyError: ``text`` is not that of a policy, or a parameter is not well formed.
+      PolicyError: ``text`` is not the text of a policy, or a parameter is not well formed.
     """
 
     name: str
@@ -347,16 +349,16 @@ class Recipe:
     def __post_init__(self) -> None:
         if len(self.parameters) > 1:
             raise PolicyError(
-                f"`{self.name}`: a recipe takes at most one parameter, this has "
+                f"`{self.name}`: a recipe takes at most one parameter, and this recipe has "
                 + ", ".join(name for name, _ in self.parameters),
-                hint="write the others into the policy, or write several recipes",
+                hint="write fixed values for the others, or write several recipes",
             )
         for parameter, kind in self.parameters:
             if kind not in _PARAMETERS:
                 raise unknown("type of a parameter", str(kind), _PARAMETERS, call=self.name)
             if not parameter.isidentifier() or f"{{{parameter}}}" not in self.text:
                 raise PolicyError(
-                    f"`{self.name}`: the parameter {shortened(parameter)} does not stand in "
+                    f"`{self.name}`: the parameter {shortened(parameter)} does not occur in "
                     f"{shortened(self.text)}",
                     hint=f"write {{{parameter}}} where its value goes",
                 )
@@ -364,7 +366,7 @@ class Recipe:
 
     @property
     def usage(self) -> str:
-        """How a user writes it: ``"dots"``, ``"uniform:<n>"``, ``"nested[:<group>]"``."""
+        """How a user writes the recipe: ``"dots"``, ``"uniform:<n>"``, ``"nested[:<group>]"``."""
         optional = self.parameters and self.parameters[0][1] == "int or None"
         shown = "".join(f":<{p}>" for p, _ in self.parameters)
         return self.name + (f"[{shown}]" if optional else shown)
@@ -374,7 +376,7 @@ class Recipe:
         """The policy itself.
 
         Raises:
-          PolicyError: it needs a parameter.
+          PolicyError: the recipe needs a parameter.
         """
         if not self.parameters:
             return parse(self.text)
@@ -393,7 +395,7 @@ class Recipe:
         uniform(2)
 
         Raises:
-          PolicyError: it takes no parameter, or ``argument`` is not of its type.
+          PolicyError: the recipe takes no parameter, or ``argument`` is not of its type.
         """
         call = f"{self.name}:{_short(argument)}"
         if not self.parameters:
@@ -420,10 +422,11 @@ class Recipe:
         longest = len(self.text) + places * len(piece)
         if longest > MAX_BYTES:
             raise PolicyError(
-                f"`{self.name}`: with this parameter it is longer than {MAX_BYTES // 2**20} MiB",
-                hint="give a shorter one",
+                f"`{self.name}`: with this parameter the policy is longer than "
+                f"{MAX_BYTES // 2**20} MiB",
+                hint="give a shorter parameter",
             )
-        # Not `str.format`: the text may hold other braces, those of a regular expression.
+        # `str.format` would fail on other braces in the text, as in a regular expression.
         return functools.reduce(
             lambda text, p: text.replace(f"{{{p[0]}}}", piece), self.parameters, self.text
         )
@@ -440,17 +443,17 @@ def loads(text: str, name: str = "recipe") -> Recipe:
 
     Args:
       text: TOML.
-      name: the name to give it; a file does not hold its own.
+      name: the name of the recipe, which the file does not contain.
 
     Raises:
-      PolicyError: not TOML, or not a recipe.
-      UnknownNameError: a key that recipes do not have.
+      PolicyError: ``text`` is not TOML, or not a recipe.
+      UnknownNameError: ``text`` has a key that recipes do not have.
     """
     _check_extent(text, _TOML_TOKENS, name, "this recipe cannot be read")
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError, OverflowError) as error:
-        # Beside its own errors `tomllib` lets those of numbers and dates escape.
+        # `tomllib` also raises other errors than its own, for numbers and dates.
         raise PolicyError(
             f"`{name}`: this is not TOML: {error}", hint=f"a recipe has the keys {', '.join(_KEYS)}"
         ) from None
@@ -489,8 +492,8 @@ def dumps(recipe: Recipe | Policy) -> str:
     policy = "save(dots)"
 
     Raises:
-      PolicyError: the policy holds a function (`where`, `callable_policy` of one's own), which no
-        text can hold.
+      PolicyError: the policy contains a function (`where`, or `callable_policy` of a function that
+        is not one of JAX's), which a text cannot contain.
     """
     if isinstance(recipe, Policy):
         recipe = Recipe("recipe", repr(recipe))
@@ -512,7 +515,7 @@ def _policy_text(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    # A JSON string is a TOML string, but for DEL, which TOML wants escaped.
+    # A JSON string is a TOML string, except for DEL, which TOML requires to be escaped.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -524,7 +527,8 @@ def _quoted(text: str) -> str:
 def recipes() -> list[Recipe]:
     """Return the recipes that come with remat_kit, sorted by name.
 
-    `Recipe.origin` names the library or paper that each follows: JAX, MaxText, Megatron-LM, ….
+    `Recipe.origin` names the library or paper that each recipe follows: JAX, MaxText,
+    Megatron-LM, ….
 
     >>> [r.usage for r in recipes() if r.name in ("dots", "nested", "uniform")]
     ['dots', 'nested[:<group>]', 'uniform:<n>']
@@ -533,7 +537,7 @@ def recipes() -> list[Recipe]:
 
 
 def load(name_or_path: str) -> Recipe:
-    """Return a recipe by its name, an alias, either with a parameter, or the path of its file.
+    """Return the recipe with a name or an alias, which may have a parameter, or at a path.
 
     >>> load("dots").policy, load("uniform:2").policy, load("minimal").name
     (save(dots), uniform(2), 'maxtext_minimal')
@@ -542,7 +546,7 @@ def load(name_or_path: str) -> Recipe:
       name_or_path: ``"dots"``, ``"uniform:2"``, ``"my_recipes/attn.toml"``, …
 
     Raises:
-      UnknownNameError: no recipe has the name and no file the path.
+      UnknownNameError: there is no recipe of this name, and no file at this path.
       PolicyError: the file is not a recipe, or the parameter is missing or not of its type.
     """
     by_name, by_alias = _catalogue()
@@ -575,12 +579,12 @@ def _unreadable(path: pathlib.Path, reason: str) -> UnknownNameError:
 
 
 def _read_file(path: pathlib.Path) -> str:
-    """Read a file, but no more of it than a recipe may have, and nothing that may never end."""
+    """Read a file up to the largest size of a recipe; refuse pipes and devices, which may block."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(0, "it is not a regular file")
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
-    # A longer file is cut, perhaps inside of a character; `loads` refuses it.
+    # The text of a longer file may end inside of a character. `loads` then refuses it.
     return data.decode("utf-8", "replace" if len(data) > MAX_BYTES else "strict")
 
 
@@ -591,11 +595,11 @@ def resolve(text: str) -> Policy:
     (block(4), recompute(primitive('max')))
 
     Raises:
-      UnknownNameError: no such preset, file or constructor.
-      PolicyError: not a policy.
+      UnknownNameError: the preset, file or constructor does not exist.
+      PolicyError: ``text`` does not stand for a policy.
     """
     if len(text) > MAX_BYTES:
-        return parse(text)  # which says why not
+        return parse(text)  # raises the error for a long text
     head = text.partition(":")[0].strip()
     by_name, by_alias = _catalogue()
     is_name = head in by_name or head in by_alias or text.endswith(".toml")
@@ -637,7 +641,7 @@ _BEGIN, _END = "<!-- catalogue: begin -->", "<!-- catalogue: end -->"
 
 
 def with_catalogue(readme: str) -> str:
-    """Return the text of ``policies/README.md`` with its table made anew from the recipes."""
+    """Return the text of ``policies/README.md`` with a new table of the recipes."""
     before, _, rest = readme.partition(_BEGIN)
     after = rest.partition(_END)[2]
     return f"{before}{_BEGIN}\n{_table()}{_END}{after}"

@@ -1,4 +1,4 @@
-"""Regular expressions that match in polynomial time, so that no pattern takes forever."""
+"""Does a name match a regular expression, decided in polynomial time for every pattern?"""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from typing import Any
 
 @functools.lru_cache(maxsize=65536)
 def matches(pattern: str, name: str) -> bool:
-    """Tell whether a whole name matches a pattern."""
+    """Tell whether a whole name matches a pattern.
+
+    >>> matches(r"(q|k|v)_proj", "q_proj"), matches(r"(a+)+b", "a" * 100)
+    (True, False)
+    """
     return compiled(pattern).fullmatch(name)
 
 
 @functools.lru_cache(maxsize=1024)
 def compiled(pattern: str) -> Regex:
-    """Return the pattern, read; see `Regex` for what is refused."""
+    """Return the compiled pattern; `Regex` says which patterns are refused."""
     return Regex(pattern)
 
 
-# The parts of `re` that read a pattern and compile what was read; CPython 3.11 to 3.14.
+# The private modules of `re` that parse and compile a pattern, as in CPython 3.11 to 3.14.
 _parser: Any = importlib.import_module("re._parser")
 _compiler: Any = importlib.import_module("re._compiler")
 
@@ -28,20 +32,21 @@ _compiler: Any = importlib.import_module("re._compiler")
 class Regex:
     """A regular expression that matches in polynomial time.
 
-    `re` tries one way through a pattern after another, which for ``(a+)+b`` are more than can be
-    tried. Here each part of the pattern is asked once for each place of the text where it may
-    begin, and answers with all places where it may end.
+    `re` tries one way to match a pattern after another, and ``(a+)+b`` has exponentially many. Here
+    each part of the pattern is matched once at each position of the text at which it may begin, and
+    the result is the set of all positions at which it may end.
 
     Raises:
-      ValueError: the pattern is long or deep, or has a part whose ends depend on more than the
-        place where it begins, such as a back reference.
+      ValueError: the pattern is too long or too deeply nested, or it has a part, such as a back
+        reference, whose ends depend on more than the position at which the part begins.
     """
 
     def __init__(self, pattern: str):
         if len(pattern) > MAX_LENGTH:
             raise ValueError(f"more than {MAX_LENGTH:,} characters")
         self.whole = _parser.parse(pattern)
-        self.single: dict[int, re.Pattern[str]] = {}  # by the identity of a part that has none
+        # The compiled items that contain no other patterns, by identity.
+        self.single: dict[int, re.Pattern[str]] = {}
         self._prepare(self.whole, 0)
 
     def _prepare(self, part: Any, depth: int) -> None:
@@ -85,8 +90,8 @@ class Regex:
                 return {x for x in places if holds(part, behind, x) == (name == "ASSERT")}
             if inner:
                 return set().union(*(through(part, places) for part in inner))
-            found = (self.single[id(item)].match(text, place) for place in places)
-            return {one.end() for one in found if one is not None}
+            tried = (self.single[id(item)].match(text, place) for place in places)
+            return {match.end() for match in tried if match is not None}
 
         def holds(part: Any, behind: bool, place: int) -> bool:
             if not behind:
@@ -95,7 +100,7 @@ class Regex:
             return begin >= 0 and place in ends(part, begin)
 
         def repeated(least: int, most: int, part: Any, places: set[int]) -> set[int]:
-            enough = len(text) + 1  # of more repetitions, one is empty and can be left out
+            enough = len(text) + 1  # among more repetitions one is empty, which changes nothing
             for _ in range(min(least, enough)):
                 places = through(part, places)
             reached = places

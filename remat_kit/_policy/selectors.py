@@ -1,4 +1,8 @@
-"""Selectors: predicates on one value, by primitive, name, module, size, type, line or cost."""
+"""Which values does a policy speak of?
+
+A selector is a predicate on one intermediate value: on the primitive that computes it, its
+checkpoint name, its module, size or element type, its source line, or the cost of computing it.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +158,7 @@ def named_regex(*patterns: str, strict: bool = True) -> Selector:
         except (re.error, OverflowError, RecursionError) as error:
             raise PolicyError(
                 f"`named_regex({shortened(pattern)})`: not a regular expression: {error}",
-                hint="for globs such as 'attn_*' there is `named(...)`",
+                hint="`named(...)` takes patterns such as 'attn_*'",
             ) from None
         except ValueError as error:
             raise PolicyError(
@@ -253,7 +257,7 @@ def _from_source(pattern: str, source_line: tuple[str, int]) -> bool:
 def source(*places: str) -> Selector:
     """Select by the source line that computes the value.
 
-    The line is the one that `jax.ad_checkpoint.print_saved_residuals` prints.
+    It is the line that `jax.ad_checkpoint.print_saved_residuals` prints.
 
     >>> source("net/model.py:120-140").matches(Value(source=("src/net/model.py", 131)))
     True
@@ -308,14 +312,16 @@ class SmallerThan(Selector):
 def larger_than(size: int | str) -> Selector:
     """Select values of more than ``size`` bytes; the size is that of the whole array.
 
+    Follows Keras's ``RematScope(mode="larger_than")``, which counts elements instead of bytes.
+
     >>> larger_than("1KiB"), larger_than("1KiB").matches(Value(bytes=1024))
     (larger_than('1KiB'), False)
 
     Args:
-      size: bytes, or a text that `parse_bytes` reads.
+      size: a number of bytes, or a text such as ``"1MiB"`` or ``"2.5kB"``.
 
     Raises:
-      PolicyError: not a size.
+      PolicyError: ``size`` is not a size.
     """
     return LargerThan(parse_bytes(size))
 
@@ -323,14 +329,17 @@ def larger_than(size: int | str) -> Selector:
 def smaller_than(size: int | str) -> Selector:
     """Select values of fewer than ``size`` bytes; the size is that of the whole array.
 
+    The opposite of `larger_than`, except that neither of the two selects values of exactly
+    ``size`` bytes.
+
     >>> smaller_than(1000), smaller_than("1kB").matches(Value(bytes=999))
     (smaller_than(1000), True)
 
     Args:
-      size: bytes, or a text that `parse_bytes` reads.
+      size: a number of bytes, or a text such as ``"1MiB"`` or ``"2.5kB"``.
 
     Raises:
-      PolicyError: not a size.
+      PolicyError: ``size`` is not a size.
     """
     return SmallerThan(parse_bytes(size))
 
@@ -349,10 +358,10 @@ class Cheap(Selector):
 
 
 def cheap(flops_per_byte: float = 1.0) -> Selector:
-    """Select values whose equation does few operations for the bytes that it moves.
+    """Select values whose equation computes few operations for the bytes that it moves.
 
-    To recompute cheap operations and save the others is the practice of Chen et al., "Training Deep
-    Nets with Sublinear Memory Cost", 2016.
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, recompute the results of
+    cheap operations and save the others.
 
     >>> relu = Value(flops=1e6, moved_bytes=8e6)
     >>> matmul = Value(flops=2e9, moved_bytes=12e6)
@@ -363,7 +372,7 @@ def cheap(flops_per_byte: float = 1.0) -> Selector:
       flops_per_byte: the highest arithmetic intensity that counts as cheap, in FLOP per byte.
 
     Raises:
-      PolicyError: not a number of zero or more.
+      PolicyError: ``flops_per_byte`` is not a finite number of zero or more.
     """
     if not isinstance(flops_per_byte, int | float) or not 0 <= flops_per_byte < MAX_BYTES:
         raise PolicyError(
@@ -389,9 +398,9 @@ class Where(Selector):
 def where(fn: Callable[[Value], bool]) -> Selector:
     """Select the values for which a function returns True.
 
-    The function plays the part of a policy callable of `jax.checkpoint`. The ``repr`` of the
+    The function plays the role of a policy callable of `jax.checkpoint`. The ``repr`` of the
     selector shows the qualified name of the function. Another process cannot rebuild the function
-    from its name, so a recipe cannot contain this selector.
+    from this name, so a recipe cannot contain this selector.
 
     >>> def four_axes(value):
     ...     return len(value.shape) == 4
@@ -399,14 +408,14 @@ def where(fn: Callable[[Value], bool]) -> Selector:
     True
 
     Args:
-      fn: called with a `Value`; should depend on nothing else.
+      fn: called with a `Value`; its result should depend on nothing else.
 
     Raises:
-      PolicyError: not callable.
+      PolicyError: ``fn`` is not a function of a value.
     """
     if not callable(fn) or isinstance(fn, Selector | Policy):
         raise PolicyError(
-            f"`where({fn!r})`: a function of one `Value` is wanted",
+            f"`where({fn!r})`: the argument must be a function of one `Value`",
             hint="for example `where(lambda value: len(value.shape) == 4)`",
         )
     return Where(fn)
@@ -415,7 +424,7 @@ def where(fn: Callable[[Value], bool]) -> Selector:
 _CONSTANTS: dict[str, tuple[str, ...]] = {
     "everything": ("*",),
     "nothing": (),
-    # A scaled matmul is what JAX makes of an fp8 or mxfp8 product; XLA sees it as one call.
+    # JAX turns an fp8 or mxfp8 product into a scaled matmul, which XLA sees as one call.
     "dots": (
         "dot_general",
         "conv_general_dilated",
@@ -444,15 +453,17 @@ _CONSTANTS: dict[str, tuple[str, ...]] = {
 class Constant(Selector):
     """One of `everything`, `nothing`, `dots`, `dots_no_batch` and `collective`.
 
-    * `everything` selects every value, as `jax.checkpoint_policies.everything_saveable` saves.
-    * `nothing` selects no value, as `jax.checkpoint_policies.nothing_saveable`.
+    * `everything` selects every value. ``save(everything)`` corresponds to
+      `jax.checkpoint_policies.everything_saveable`.
+    * `nothing` selects no value. ``save(nothing)`` corresponds to
+      `jax.checkpoint_policies.nothing_saveable`.
     * `dots` selects the results of matrix products and convolutions, including ragged, scaled and
-      batched ones; `jax.checkpoint_policies.dots_saveable` saves the matrix products among them.
-    * `dots_no_batch` selects matrix products without batch axes, as
-      `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`: in a transformer, the projections
-      and not the attention scores.
-    * `collective` selects what a collective receives from other devices (`jax.lax.psum`,
-      `jax.lax.all_gather`, `jax.lax.all_to_all`, …).
+      batched products. `jax.checkpoint_policies.dots_saveable` saves matrix products only.
+    * `dots_no_batch` selects the results of matrix products without batch axes, which
+      `jax.checkpoint_policies.dots_with_no_batch_dims_saveable` saves. In a transformer these are
+      the projections and not the attention scores.
+    * `collective` selects the results of collectives (`jax.lax.psum`, `jax.lax.all_gather`,
+      `jax.lax.all_to_all`, …), which each device receives from other devices.
 
     >>> sin, psum = Value(primitives=("sin",)), Value(primitives=("psum",))
     >>> [s.matches(sin) for s in (everything, nothing, dots, dots_no_batch, collective)]
@@ -481,7 +492,7 @@ def _has_no_batch(value: Value) -> bool:
     if "dot_general" in value.primitives:
         numbers = value.params.get("dimension_numbers")
         return numbers is not None and not any(map(len, numbers[1]))
-    # A scaled matmul is always batched; a batch of one is a plain product (as in jax 0.10-0.12).
+    # A scaled matmul always has a batch axis; a batch of one is a plain product (jax 0.10-0.12).
     return bool(value.in_avals) and value.in_avals[0].shape[0] == 1
 
 
@@ -512,4 +523,4 @@ dots_no_batch = Constant("dots_no_batch")
 collective = Constant("collective")
 
 
-"""What a collective receives from other devices (``psum``, ``all_gather``, ``all_to_all``, …)."""
+"""Results of collectives (``psum``, ``all_gather``, ``all_to_all``, …)."""

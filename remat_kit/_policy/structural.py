@@ -1,4 +1,7 @@
-"""Policies that say where checkpoint regions begin and end, beside what is kept inside them."""
+"""Where do checkpoint regions begin and end?
+
+A structural policy says this, and which values are saved inside a region.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ class Structural(Policy):
     """A policy that also says where checkpoint regions begin and end.
 
     Attributes:
-      keep: the policy for the values inside a region; ``decide``, ``matches``, ``rule`` and
-        ``destination`` are its own. Structural policies do not combine with others.
+      keep: the policy for the values inside a region, which also answers ``decide``, ``matches``,
+        ``rule`` and ``destination``. Structural policies do not combine with others.
     """
 
     keep: Policy = dataclasses.field(default=Rule(Decision.SAVE, nothing), kw_only=True)
@@ -49,8 +52,8 @@ def _kept(call: str, keep: Any) -> Policy:
     policy = read(keep, call=call)
     if policy is None or policy.places_regions:
         raise PolicyError(
-            f"`{call[:-1]}, keep={keep!r})`: a policy for the values inside a region is wanted",
-            hint="for example `keep=save(dots)`; the default keeps nothing",
+            f"`{call[:-1]}, keep={keep!r})`: keep= must be a policy for the values inside a region",
+            hint="for example `keep=save(dots)`; the default saves nothing",
         )
     return policy
 
@@ -139,20 +142,21 @@ class Segments(Structural):
 
 
 def segments(*names: str, keep: Any = nothing) -> Segments:
-    """Cut a function at these checkpoint names and make a region of each part.
+    """Cut a function at these checkpoint names, and make a region of each part.
 
-    Between two cuts only the named values are saved; the part after the last cut does not become
-    a region. Follows Paddle's ``RecomputeOptimizer._set_checkpoints``.
+    By default a region saves nothing, so only the named values at the cuts are saved. The part
+    after the last cut does not become a region. Follows Paddle's
+    ``RecomputeOptimizer._set_checkpoints``.
 
     >>> segments("block_1", "block_2")
     segments('block_1', 'block_2')
 
     Args:
-      *names: checkpoint names, in the order in which the function makes them.
+      *names: checkpoint names, in the order in which the function computes the named values.
       keep: what is saved inside a region, by default nothing.
 
     Raises:
-      PolicyError: no name, a name given twice, or ``keep`` is not a policy for values.
+      PolicyError: there is no name, a name is given twice, or ``keep`` is not a policy for values.
     """
     checked_patterns("segments", names)
     call = f"segments({', '.join(map(repr, names))})"
@@ -175,16 +179,17 @@ class Nested(Structural):
 def nested(group: int | None = None, keep: Any = nothing) -> Nested:
     """Turn a scan over L layers into a scan over groups of layers, each group a region.
 
-    Only the carries between groups stay live for the whole backward pass: about 2·√L of
-    them at the peak instead of L (Chen et al. 2016, "Training Deep Nets with Sublinear Memory
-    Cost"; Haliax's ``ScanCheckpointPolicy(nested=...)``).
+    Only the carries between groups stay live until the backward pass reaches them, and the carries
+    inside a group are recomputed. At the peak about 2·√L carries are live instead of L (Chen et al.
+    2016, "Training Deep Nets with Sublinear Memory Cost"). Follows Haliax's
+    ``ScanCheckpointPolicy(nested=...)``.
 
     >>> from remat_kit import dots
     >>> nested(), nested(4, keep=dots)
     (nested(), nested(4, keep=save(dots)))
 
     Args:
-      group: layers per group; None takes about √L.
+      group: layers per group; None means about √L.
       keep: what is saved inside a layer, by default nothing.
 
     Raises:
@@ -209,12 +214,14 @@ class Planned(Structural):
 
     @property
     def title(self) -> str:
-        """What reports call it: its text has a line for each block of a model."""
+        """The name of the plan in reports, since its own text can be long."""
         return f"plan {hashlib.sha256(repr(self).encode()).hexdigest()[:6]}"
 
 
 def planned(program: str, *lines: str, strict: bool = True) -> Planned:
-    """Run one program with the regions of a plan; `remat_kit.plan` writes such a policy.
+    """Run one program with the regions of a plan; `remat_kit.plan` returns such a policy.
+
+    Each region runs under `jax.checkpoint`, with a policy that saves the chosen values.
 
     >>> planned("joined=1f shapes=2e sin=2", "0:1 plain", "1:2 save 1.0")
     planned('joined=1f shapes=2e sin=2', '0:1 plain', '1:2 save 1.0')
@@ -222,18 +229,18 @@ def planned(program: str, *lines: str, strict: bool = True) -> Planned:
     Args:
       program: a short description of the program that the plan was made for. Applying the plan to
         another program is an error.
-      lines: the segments of the program, in order, with what is saved in each. Blocks that are
-        treated alike share a line.
-      strict: whether other shapes are an error too.
+      lines: the segments of the program in order, each with the values that it saves. Equal blocks
+        with equal decisions share a line.
+      strict: whether a program that differs only in its shapes is an error too.
 
     Raises:
-      PolicyError: a line that is not a text. What the lines say is checked against the program
-        when the plan is applied to it.
+      PolicyError: a line is not a text. When the plan is applied to a program: the lines do not
+        fit the program.
     """
     for text in (program, *lines):
         if not isinstance(text, str):
             raise PolicyError(
                 f"`planned(...)`: {shortened(text)} is not a text",
-                hint="leave a plan as `plan.save` or `remat-kit plan --save` wrote it",
+                hint="use a plan as `plan.save` or `remat-kit plan --save` wrote it",
             )
     return Planned(program=program, lines=lines, strict=bool(strict))

@@ -1,10 +1,10 @@
-"""A traced function: its program, its values, its gradient and the step around it.
+"""What does a traced function compute: which equations, values, gradient and training step?
 
-`program` makes a jaxpr flat, `paths` names the module of an equation, `ops` counts its bytes and
-FLOPs, and `value` describes its results as selectors see them. `flow` numbers values so that equal
-numbers are equal values; `structure` tells whether two programs are the same. `gradient` checks and
-traces the gradient of a loss, `derivative` splits it into a forward and a linear program, `taken`
-finds out whether a function has taken a gradient itself, `step` adds an optimizer, and `traced` is
-the whole program that a compiler is given. `builder` finds the function that an address such as
-``models/gpt.py:build`` names.
+`program` flattens a jaxpr, `paths` finds the module of an equation, `ops` counts the bytes and
+FLOPs of an equation, and `value` describes the results of an equation to the selectors of a policy.
+`flow` numbers values so that equal values have equal numbers, and `structure` tells whether two
+programs compute the same. `gradient` checks and traces the gradient of a loss, `derivative` splits
+the derivative into a forward and a linear program, and `taken` tells whether a function takes a
+gradient itself. `step` puts an optimizer around a loss, and `traced` traces the whole program that
+is compiled. `builder` imports the function that an address such as ``models/gpt.py:build`` names.
 """

@@ -1,9 +1,10 @@
-"""A user's model, addressed on the command line: found, imported and built, its faults explained.
+"""Which loss does an address on the command line name, and what is wrong if it cannot be built?
 
-An address is a file or a module and the name of a function in it, ``models/gpt.py:build`` or
-``my_package.train:build``. The function is called with sizes, and with a policy if it takes one; it
-returns ``(loss_fn, args)``. Whatever goes wrong in the user's own code becomes a `BuildError`
-that names the user's line; a fault of remat_kit stays what it is.
+An address consists of a file or a module and the name of a function in it:
+``models/gpt.py:build`` or ``my_package.train:build``. The function is called with sizes, and with a
+policy if it has such a parameter. It returns ``(loss_fn, args)``. An exception that the user's own
+code raises becomes a `BuildError` with the line of that code; an exception that remat_kit raises is
+passed on unchanged.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def parse_sizes(texts: Sequence[str]) -> dict[str, Any]:
     {'depth': 50, 'rate': 0.001, 'scan': True, 'dtype': 'bf16', 'size': '2'}
 
     Raises:
-      UserError: no name before the ``=``, or a name given twice.
+      UserError: there is no name before the ``=``, or a name is given twice.
     """
     sizes: dict[str, Any] = {}
     for text in texts:
@@ -66,7 +67,7 @@ def parse_sizes(texts: Sequence[str]) -> dict[str, Any]:
             raise UserError(f"`--size {text}`: {name} is given twice", hint="give each size once")
         if name == "policy":
             raise UserError(
-                f"`--size {text}`: the policy is no size", hint=f"write --policy {value}"
+                f"`--size {text}`: the policy is not a size", hint=f"write --policy {value}"
             )
         sizes[name] = _value(value)
     return sizes
@@ -92,9 +93,9 @@ class Builder:
     """A function that builds a loss and its arguments, and where it came from.
 
     Attributes:
-      address: as the user wrote it.
+      address: the address as the user wrote it.
       function: called as ``function(policy=..., **sizes)``.
-      root: the folder that holds the user's code.
+      root: the folder that contains the user's code.
     """
 
     address: str
@@ -115,12 +116,12 @@ class Builder:
         """Call the function and check what it returns.
 
         Args:
-          sizes: keyword arguments.
-          policy: passed on as ``policy=``; None passes nothing.
+          sizes: keyword arguments of the function.
+          policy: passed on as ``policy=``, unless it is None.
 
         Raises:
-          UnknownNameError: a size that the function does not take.
-          BuildError: the function raised, or returned something else than a loss.
+          UnknownNameError: the function has no parameter for one of the sizes.
+          BuildError: the function raised an exception, or did not return ``(loss_fn, args)``.
         """
         given = dict(sizes) if policy is None else {"policy": policy, **sizes}
         self._check_call(given)
@@ -130,10 +131,10 @@ class Builder:
 
     @contextlib.contextmanager
     def explained(self, loss: Loss | None = None) -> Iterator[None]:
-        """Turn what the user's code raises inside into a `BuildError`.
+        """Turn an exception of the user's code inside the context into a `BuildError`.
 
-        What JAX raises about the program of ``loss``, and also raises without remat_kit, becomes
-        a `NotDifferentiableError`. What is printed inside goes to standard error.
+        An exception of JAX that `jax.grad` of ``loss`` raises too, without remat_kit, becomes a
+        `NotDifferentiableError`. Text that the user's code prints goes to standard error.
         """
         with explained(self.address, self.root, loss):
             yield
@@ -157,24 +158,27 @@ class Builder:
         except TypeError as error:
             raise BuildError(
                 f"`{self.address}`: the builder cannot be called: {error}",
-                hint="give what it needs with --size name=value, or give its parameters defaults",
+                hint="give its arguments with --size name=value, or give its parameters defaults",
             ) from None
 
     def _checked(self, result: Any) -> Loss:
         if not isinstance(result, tuple | list) or len(result) != 2 or not callable(result[0]):
-            raise BuildError(f"`{self.address}`: it returned {_described(result)}", hint=_RETURNS)
+            raise BuildError(
+                f"`{self.address}`: the builder returned {_described(result)}", hint=_RETURNS
+            )
         fn, args = result
         if not isinstance(args, tuple | list):
             raise BuildError(
-                f"`{self.address}`: the arguments it returned are {_described(args)}, not a tuple",
+                f"`{self.address}`: the builder returned as arguments {_described(args)}, "
+                "not a tuple",
                 hint=_RETURNS + "; one argument alone is `(x,)`",
             )
         try:
             inspect.signature(fn).bind(*args)
         except TypeError as error:
             raise BuildError(
-                f"`{self.address}`: the loss it returned cannot be called with the {len(args)} "
-                f"arguments it returned: {error}",
+                f"`{self.address}`: the builder returned a loss that cannot be called with the "
+                f"{len(args)} arguments that it returned: {error}",
                 hint=_RETURNS,
             ) from None
         except ValueError:
@@ -203,15 +207,15 @@ def _described(value: Any) -> str:
 
 @contextlib.contextmanager
 def loaded(address: str) -> Iterator[Builder]:
-    """Find and import what ``address`` names; its neighbours can be imported meanwhile.
+    """Import the function that ``address`` names, whose code may import modules of its folder.
 
     Args:
       address: the path of a Python file or the name of a module, then ``:`` and the name of a
-        function in it; ``build`` when there is none.
+        function in it. Without the name, the function is called ``build``.
 
     Raises:
-      BuildError: no such file or module, or it cannot be imported.
-      UnknownNameError: no such function in it.
+      BuildError: the file or module does not exist or cannot be imported.
+      UnknownNameError: the file or module has no such function.
     """
     place, name = _parts(address)
     is_file = _looks_like_file(place)
@@ -243,10 +247,10 @@ def _looks_like_file(place: str) -> bool:
 def _file_root(place: str, address: str) -> pathlib.Path:
     path = pathlib.Path(place)
     if "\0" in place:
-        raise BuildError(f"`{address}`: a path has no NUL in it", hint="name a Python file")
+        raise BuildError(f"`{address}`: a path cannot contain NUL", hint="name a Python file")
     if path.is_dir():
         files = sorted(f.name for f in path.glob("*.py"))
-        hint = "it holds " + ", ".join(files[:12]) if files else "it holds no Python file"
+        hint = "it contains " + ", ".join(files[:12]) if files else "it contains no Python file"
         raise BuildError(
             f"`{address}`: {place} is a folder, not a file", hint=f"name a file in it; {hint}"
         )
@@ -284,7 +288,7 @@ def _file_module(place: str, address: str) -> ModuleType:
             f"`{address}`: {place} is not a Python file", hint="name a file that ends in .py"
         )
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look it up there
+    sys.modules[name] = module  # dataclasses and pickle look a module up there
     with _readable(place, address):
         spec.loader.exec_module(module)
     return module
@@ -292,7 +296,7 @@ def _file_module(place: str, address: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _readable(place: str, address: str) -> Iterator[None]:
-    """Explain what Python raises about a file before it runs the first line of it."""
+    """Explain an exception that Python raises before it runs the first line of a file."""
     try:
         yield
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
@@ -336,22 +340,22 @@ def _module_root(module: ModuleType, otherwise: pathlib.Path) -> pathlib.Path:
     file = getattr(module, "__file__", None)
     if file is None:
         return otherwise
-    # The folder of the outermost package, whose other files are the user's too.
+    # The folder of the outermost package, since its other files belong to the user too.
     up = module.__name__.count(".") + (pathlib.Path(file).name == "__init__.py")
     folder = pathlib.Path(file).resolve().parent
     return folder.parents[up - 2] if up > 1 else folder
 
 
 def _function(module: ModuleType, name: str, address: str) -> Callable[..., Any]:
-    found = getattr(module, name, None)
-    if found is None:
+    function = getattr(module, name, None)
+    if function is None:
         known = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[:1] != "_"]
         raise unknown("builder", name, known, call=address)
-    if not callable(found):
+    if not callable(function):
         raise BuildError(
-            f"`{address}`: {name} is {_described(found)}, not a function", hint=_RETURNS
+            f"`{address}`: {name} is {_described(function)}, not a function", hint=_RETURNS
         )
-    return found
+    return function
 
 
 # -- whose fault it is ------------------------------------------------------------------------
@@ -401,21 +405,22 @@ def _explanation(
 
 
 def user_line(trace: TracebackType | None, root: pathlib.Path) -> str | None:
-    """Return ``file:line`` where the user's code last was, None if remat_kit came after it.
+    """Return ``file:line`` of the innermost frame of the user's code, if it raised an exception.
+
+    None if a frame of remat_kit is inside of that frame, because then remat_kit raised it.
 
     Args:
-      trace: of an exception.
-      root: the folder that holds the user's code.
+      trace: the traceback of the exception.
+      root: the folder that contains the user's code.
     """
-    frames = traceback.extract_tb(trace)
-    found: str | None = None
-    for frame in frames:
+    line: str | None = None
+    for frame in traceback.extract_tb(trace):
         path = pathlib.Path(frame.filename)
         if path.is_relative_to(_PACKAGE):
-            found = None
+            line = None
         elif _is_users(path, root):
-            found = f"{_shown_path(frame.filename)}:{frame.lineno}"
-    return found
+            line = f"{_shown_path(frame.filename)}:{frame.lineno}"
+    return line
 
 
 def _is_users(path: pathlib.Path, root: pathlib.Path) -> bool:
@@ -440,7 +445,7 @@ def _shown_path(filename: str) -> str:
 
 
 def _fault_without_us(loss: Loss) -> str | None:
-    """What JAX says about the gradient of a loss that no policy is applied to."""
+    """Return the error of JAX for the gradient of a loss without a policy, or None."""
     import jax
 
     from remat_kit._program.gradient import abstract, gradient_program

@@ -1,4 +1,4 @@
-"""The derivative of a program: how its outputs change with some of its inputs.
+"""Which values does the backward pass of a program need, and how does it use them?
 
 `derive` splits the derivative into two programs, as `jax.linearize` does::
 
@@ -35,7 +35,7 @@ class Derivative:
     Attributes:
         forward: the program whose outputs are those of the original program, then the residuals.
         linear: a program of the residuals and one tangent for each input in ``wrt``. It returns
-            one tangent for each output, None for a zero.
+            one tangent for each output, or None for a tangent that is zero.
         outputs: the number of outputs of the original program.
         wrt: the positions of the inputs that are differentiated.
         axes: the named axes that were open when the program was traced.
@@ -53,10 +53,11 @@ class Derivative:
         return self.forward.outvars[self.outputs :]
 
     def in_forward_mode(self) -> tuple[Any, list[bool]] | None:
-        """Return a jaxpr of the inputs and of the tangents of those in ``wrt``, which returns the
-        outputs and their tangents, and which of the tangents are zero and left out.
+        """Return a jaxpr that computes outputs and tangents, and which tangents are zero.
 
-        None where the two programs cannot simply be put together.
+        The arguments of the jaxpr are the inputs, then the tangents of the inputs in ``wrt``. Its
+        results are the outputs, then their tangents without those that are zero. Returns None if
+        the forward and the linear program cannot be joined into one jaxpr.
         """
         if self.forward.consts or self.linear.consts or self._is_transposed_only():
             return None
@@ -84,7 +85,7 @@ class Derivative:
 
         Args:
             residuals: the values that the forward program returned after the outputs.
-            tangents: one for each input in ``wrt``; None stands for a zero that nobody computed.
+            tangents: one for each input in ``wrt``; None stands for a tangent that is zero.
         """
         if not self._is_transposed_only():
             return _evaluate(self.linear, residuals, tangents)
@@ -95,7 +96,7 @@ class Derivative:
         return [next(given) if d else None for d in depends]
 
     def _for_nonzero(self, present: tuple[bool, ...]) -> tuple[Any, list[bool]]:
-        """Return the linear program of the tangents that are there, and which outputs it has."""
+        """Return the linear program of the nonzero tangents, and which outputs are nonzero."""
         count = len(self.residuals)
         depends: list[bool] = []
 
@@ -120,18 +121,17 @@ def derive(program: Program, avals: Sequence[Any], wrt: tuple[int, ...]) -> Deri
         wrt: the positions of inputs of a floating-point or complex type.
 
     Raises:
-        Exception: what JAX raises for a program that has no derivative.
+        Exception: JAX raised it, because the program has no derivative.
     """
-    found = _split(program, avals, wrt)
-    return _linearized(program, avals, wrt) if found is None else found
+    split = _split(program, avals, wrt)
+    return _linearized(program, avals, wrt) if split is None else split
 
 
 def _split(program: Program, avals: Sequence[Any], wrt: tuple[int, ...]) -> Derivative | None:
-    """Differentiate in forward mode and take the equations that read a tangent out.
+    """Differentiate in forward mode, and move the equations that read a tangent to a program.
 
-    For a program without loops and branches the result is that of `jax.linearize`, which costs
-    three times as much to trace. None for a program in which one equation computes both values and
-    tangents.
+    For a program without loops and branches the result equals that of `jax.linearize`, which takes
+    three times as long to trace. Returns None if one equation computes both values and tangents.
     """
     if any(map(_is_mixing, program.eqns)):
         return None
@@ -198,14 +198,14 @@ def _is_mixing(eqn: Any) -> bool:
 
 
 def _needed(eqns: Sequence[Any], outvars: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the equations that the outputs need, and those that do more than compute values."""
+    """Return the equations that the outputs depend on, and those that have an effect."""
     needed = {v for v in outvars if not isinstance(v, jec.Literal)}
-    kept = []
+    used = []
     for eqn in reversed(eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
             needed.update(v for v in eqn.invars if not isinstance(v, jec.Literal))
-            kept.append(eqn)
-    return tuple(reversed(kept))
+            used.append(eqn)
+    return tuple(reversed(used))
 
 
 def _is_in(atom: Any, variables: set[Any]) -> bool:
@@ -248,8 +248,9 @@ def _as_program(linear: Any) -> Program:
 
 
 def _is_transposed_only(eqn: Any) -> bool:
-    """Tell whether an equation holds the derivative of a `jax.custom_vjp` function, which can be
-    transposed but neither evaluated nor batched.
+    """Tell whether an equation contains the derivative of a `jax.custom_vjp` function.
+
+    JAX can transpose such a derivative, but neither evaluate nor batch it.
     """
     return eqn.primitive.name in _jax.TRANSPOSED_ONLY or any(
         _is_transposed_only(e) for b in bodies(eqn) for e in b.jaxpr.eqns
@@ -257,7 +258,7 @@ def _is_transposed_only(eqn: Any) -> bool:
 
 
 def _evaluate(linear: Program, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """Evaluate a linear program, and keep zeros symbolic as JAX's own rules do."""
+    """Evaluate a linear program, and represent zero tangents by None, as JAX's own rules do."""
     count = len(linear.consts) + len(residuals)
     known = dict(zip(linear.invars[:count], (*linear.consts, *residuals), strict=True))
     moving: dict[Any, Any] = dict(zip(linear.invars[count:], tangents, strict=True))
@@ -277,7 +278,7 @@ def _evaluate(linear: Program, residuals: Sequence[Any], tangents: Sequence[Any]
         if read_tangents and not present:
             outs = [None] * len(eqn.outvars)
         elif eqn.primitive.name == "optimization_barrier" and len(read_tangents) == len(eqn.invars):
-            # JAX cannot transpose a barrier some of whose inputs are zeros.
+            # JAX cannot transpose a barrier if some of its inputs are symbolic zeros.
             passed = iter(_jax.bind(eqn, [read(v) for v in present]) if present else ())
             outs = [None if moving[v] is None else next(passed) for v in eqn.invars]
         elif eqn.primitive.name == "add_any" and len(present) < len(read_tangents):

@@ -1,7 +1,8 @@
-"""The gradient program of a loss: what is compiled, inspected and planned.
+"""Is a function a loss, and what does its gradient compute?
 
-Every check that a function can be differentiated is made here, once, before anything is traced
-for real, so that each caller reports the same error for the same mistake.
+All public functions that measure, inspect or plan a loss use the gradient program of this module.
+It also checks that the function can be differentiated, so that all of them report the same error
+for the same mistake.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ def gradient_program(
     (3, 2)
 
     Args:
-        fn: called as ``fn(*args)``; its result is a real scalar, or a pair of one and anything.
+        fn: called as ``fn(*args)``; returns a real scalar, or a pair of a real scalar and anything.
         args: arrays or `jax.ShapeDtypeStruct`, in pytrees.
-        argnums: the arguments to differentiate; None when ``fn`` is a whole step already.
-        call: the public function that the errors should name.
+        argnums: positions of the arguments to differentiate; None if ``fn`` is a whole step.
+        call: the public function that errors name.
 
     Raises:
-        NotDifferentiableError: the result is not a real scalar, or an argument that is to be
-            differentiated holds something other than floating-point values.
-        UserError: an argument is no array, ``argnums`` names none, or something is split over
-            several devices.
+        NotDifferentiableError: the result is not a real scalar, or an argument to differentiate
+            contains something other than floating-point values.
+        UserError: an argument is not an array, ``argnums`` names no argument, or an argument or the
+            program is partitioned over several devices.
     """
     structs = abstract(args, call=call)
     if argnums is None:
@@ -64,8 +65,8 @@ def abstract(args: Sequence[Any], *, call: str = "measure") -> tuple[Any, ...]:
     """Return the arguments as `jax.ShapeDtypeStruct`, placed on no particular device.
 
     Raises:
-        UserError: a leaf is no array, or one is split over several devices: nothing here is
-            partitioned, so the figures would be those of another program.
+        UserError: a leaf is not an array, or it is partitioned over several devices. Programs are
+            compiled for one device, so the figures would belong to another program.
 
     >>> abstract((np.ones((2, 3), np.float32), {"n": 1.0}))
     (ShapeDtypeStruct(shape=(2, 3), dtype=float32), {'n': ShapeDtypeStruct(shape=(), dtype=float32, weak_type=True)})
@@ -76,9 +77,9 @@ def abstract(args: Sequence[Any], *, call: str = "measure") -> tuple[Any, ...]:
 
 
 def check_on_one_device(args: Any, call: str) -> None:
-    """Raise `UserError` where an argument is split over several devices, or a mesh of them is set.
+    """Raise `UserError` if an argument is partitioned over several devices, or a mesh is set.
 
-    An array of which each device holds a copy of its own is like one on a single device.
+    An array that is replicated on several devices counts as an array on one device.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(args)):
         devices = _jax.partitions_of(getattr(leaf, "sharding", None))
@@ -89,16 +90,16 @@ def check_on_one_device(args: Any, call: str) -> None:
 
 
 def check_program(closed: Any, call: str) -> None:
-    """Raise `UserError` where a traced function names a mesh or a sharding of several devices."""
+    """Raise `UserError` if a traced function uses a mesh or a sharding of several devices."""
     if (devices := _jax.devices_within(closed)) > 1:
         raise _partitioned("the function is partitioned", devices, call)
 
 
 def _partitioned(what: str, devices: int, call: str) -> UserError:
     return UserError(
-        f"`{call}`: {what} over {devices} devices, and all figures here are those of a program "
-        "for one",
-        hint="give what one device runs: its part of the batch and of the parameters as "
+        f"`{call}`: {what} over {devices} devices, but remat_kit measures and plans programs for "
+        "one device",
+        hint="give the program of one device: its part of the batch and of the parameters as "
         "`jax.ShapeDtypeStruct` without a sharding, and the function without mesh and shardings",
     )
 
@@ -122,7 +123,7 @@ def _struct(path: Any, leaf: Any, call: str) -> jax.ShapeDtypeStruct:
 
 
 def _host_sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """Keep where a value lives if that is the host's memory; the device is the target's."""
+    """Return the sharding of a value in host memory; other values get the target's device."""
     kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
     if kind not in ("pinned_host", "unpinned_host"):
         return None
@@ -133,14 +134,15 @@ def _check_inputs(structs: tuple[Any, ...], argnums: int | Sequence[int], call: 
     positions = [argnums] if isinstance(argnums, int) else list(argnums)
     if not positions:
         raise UserError(
-            f"`{call}(fn, ..., argnums={argnums!r})`: no argument to differentiate",
-            hint="name one, or give argnums=None for a function that is a whole step",
+            f"`{call}(fn, ..., argnums={argnums!r})`: there is no argument to differentiate",
+            hint="give the position of an argument, or argnums=None for a function that is a whole "
+            "step",
         )
     for position in positions:
         if not -len(structs) <= position < len(structs):
             raise UserError(
                 f"`{call}(fn, *args, argnums={argnums!r})`: there is no argument {position}; "
-                f"{len(structs)} came",
+                f"{len(structs)} were given",
                 hint=f"positions run from 0 to {len(structs) - 1}"
                 if structs
                 else "give the arguments of the function after it",
@@ -152,8 +154,9 @@ def _check_argument(position: int, struct: Any, call: str) -> None:
     leaves, _ = jax.tree_util.tree_flatten_with_path(struct)
     if not leaves:
         raise NotDifferentiableError(
-            f"`{call}`: argument {position} of the function holds no arrays, so it has no gradient",
-            hint="name the argument that holds the parameters with argnums=",
+            f"`{call}`: argument {position} of the function contains no arrays, so it has no "
+            "gradient",
+            hint="give the position of the argument that contains the parameters with argnums=",
         )
     for path, leaf in leaves:
         if jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -162,8 +165,8 @@ def _check_argument(position: int, struct: Any, call: str) -> None:
         raise NotDifferentiableError(
             f"`{call}`: {where} is {leaf.dtype}{list(leaf.shape)}; only floating-point values have "
             "a gradient here",
-            hint="name the argument that holds the parameters with argnums=, and pass integers "
-            "(labels, steps, keys) as another argument",
+            hint="give the position of the argument that contains the parameters with argnums=, "
+            "and pass integers (labels, steps, keys) as another argument",
         )
 
 
@@ -190,28 +193,30 @@ def check_loss(
 ) -> bool:
     """Raise for a traced function that is no loss; tell whether its result is ``(scalar, aux)``.
 
-    A step that returns ``(loss, parameters)`` or ``(loss, gradients)`` has that form too. But the
-    loss in it does not depend on the gradient that it takes, and the rest holds an update, or a
-    gradient of what ``argnums`` names.
+    A step that returns ``(loss, parameters)`` or ``(loss, gradients)`` has that form too. It is not
+    a loss: its scalar does not depend on the gradient that the step takes, and the second part of
+    its result contains an update, or the gradient of an argument that ``argnums`` names.
 
     Args:
         closed: the jaxpr of the function.
-        structs: its arguments.
-        result: its result, in shapes.
-        argnums: what is to be differentiated.
-        call: the public function that the error should name.
+        structs: the shapes of its arguments.
+        result: the shapes of its result.
+        argnums: positions of the arguments to differentiate.
+        call: the public function that errors name.
+
+    Raises:
+        NotDifferentiableError: the function is not a loss.
     """
     has_aux = _check_result(result, call)
-    found = _taken.taken(closed) if has_aux else None
-    if found is None or _taken.is_loss(found, result):
+    gradient = _taken.taken(closed) if has_aux else None
+    if gradient is None or _taken.is_loss(gradient, result):
         return has_aux
     chosen = [structs[p] for p in ([argnums] if isinstance(argnums, int) else argnums)]
-    if any(found.updated) or _taken.returns_gradient_of(found, result, chosen):
+    if any(gradient.updated) or _taken.returns_gradient_of(gradient, result, chosen):
         raise NotDifferentiableError(
             f"`{call}`: the function takes a gradient itself and returns it or an update beside "
             "the loss, so it is a whole step; its own gradient is of no use",
-            hint="give the loss that it differentiates, or argnums=None where the step itself is "
-            "to be measured",
+            hint="give the loss that it differentiates, or argnums=None to measure the step itself",
         )
     return has_aux
 
@@ -261,19 +266,19 @@ def materialised(leaf: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Gradient:
-    """A loss and its derivative: the loss alone, then forward and backward, all numbered alike.
+    """A traced loss and its derivative, in which equal values have equal numbers.
 
     Attributes:
-        flow: the operations, forward then backward.
+        flow: the operations of the forward pass, then those of the backward pass.
         outputs: the results of the loss.
-        residuals: an operation of kind "residual" for each array that the forward pass hands to
-            the backward pass, which reads the value; and the array's aval.
+        residuals: for each array that the backward pass reads from the forward pass, an operation
+            of kind "residual" that reads its value, and the abstract value of the array.
         gradients: the results of the backward pass.
-        live: the operations that a result or a gradient needs.
-        needed: the operations that a gradient needs.
+        live: the operations of ``flow`` that a result or a gradient depends on.
+        needed: the operations of ``flow`` that a gradient depends on.
         primal: the operations of the loss alone, with its checkpoint regions.
-        primal_live: those of them that the result needs.
-        names: of the arguments, in order.
+        primal_live: the operations of ``primal`` that a result depends on.
+        names: the names of the arguments, in order.
     """
 
     flow: Flow
@@ -287,7 +292,7 @@ class Gradient:
     names: tuple[str, ...]
 
     def ops(self) -> Iterator[Op]:
-        """Yield the live equations, in order."""
+        """Yield the equations in ``live``, in order."""
         return (op for op in self.flow.ops if op.kind == "equation" and op in self.live)
 
 
@@ -302,19 +307,21 @@ def trace_gradient(
     """Trace a loss and its derivative, and number every value.
 
     Args:
-        fn: called as ``fn(*args)``; gives a real scalar, or a pair of one and anything.
+        fn: called as ``fn(*args)``; returns a real scalar, or a pair of a real scalar and anything.
         args: arrays or `jax.ShapeDtypeStruct`, in pytrees.
-        argnums: what to differentiate.
-        call: the public function that errors should name.
-        numbering: to share with the trace of another function of the same arguments.
+        argnums: positions of the arguments to differentiate.
+        call: the public function that errors name.
+        numbering: the numbering of another trace with the same arguments, to compare the values of
+            the two functions.
 
     Raises:
         NotDifferentiableError, UserError: as `gradient_program` does.
     """
     if argnums is None:
         raise UserError(
-            f"`{call}(..., argnums=None)`: a whole step does not say where its forward pass ends",
-            hint="give the loss, and in argnums= what it is differentiated by",
+            f"`{call}(..., argnums=None)`: in a whole step it is unknown where the forward pass "
+            "ends",
+            hint="give the loss, and in argnums= the position of the parameters",
         )
     structs = abstract(args, call=call)
     _check_inputs(structs, argnums, call)
@@ -352,7 +359,11 @@ def trace_gradient(
 def _forward_and_backward(
     fn: Callable[..., Any], structs: Sequence[Any], argnums: int | Sequence[int], has_aux: bool
 ) -> tuple[Any, Any]:
-    """Return the jaxprs of results-and-residuals, and of gradients from residuals and one."""
+    """Return the jaxprs of the forward and the backward pass.
+
+    The forward jaxpr returns the results of the loss and then the residuals. The arguments of the
+    backward jaxpr are the residuals and the cotangent of the loss; it returns the gradients.
+    """
     positions = [argnums] if isinstance(argnums, int) else argnums
     chosen = [i % len(structs) for i in positions]
     tree: Any = None

@@ -1,8 +1,8 @@
-"""What one operation costs and what kind it is: bytes, FLOPs, view, reduction, kernel.
+"""How many bytes and FLOPs does one operation cost, and does a compiler fuse it?
 
 FLOPs of a matrix product of shapes (m, k) and (k, n) are ``2 * m * k * n``; an elementwise
-operation counts one for each element of its result. An operation whose cost nobody knows, such as a
-custom call without an estimate, is listed by `unknown_costs` rather than counted as zero.
+operation counts one for each element of its result. An operation of unknown cost, such as a custom
+call without an estimate, counts as zero, and `unknown_costs` lists it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from remat_kit._program.program import REDUCTIONS, SCANNED, SCATTERS, bodies
 
 
 def is_view(eqn: Any) -> bool:
-    """Tell whether an equation's output is its input in another form, with no bytes of its own."""
+    """Tell whether the output of an equation shares the memory of its input, as a reshape does."""
     name = eqn.primitive.name
     if name in ("reshape", "squeeze", "expand_dims", "transpose", "copy", "copy_p"):
         return len(eqn.outvars) == 1
@@ -66,7 +66,7 @@ def reduces(eqn: Any) -> bool:
 
 
 def is_fusible(eqn: Any) -> bool:
-    """Tell whether compilers fuse an operation into what reads its result."""
+    """Tell whether compilers fuse an operation into the operations that read its result."""
     name = eqn.primitive.name
     if name in _HEAVY or name in _program.SCATTERS or reduces(eqn):
         return False
@@ -80,8 +80,9 @@ def is_fusible(eqn: Any) -> bool:
 
 
 def is_single_gather(eqn: Any) -> bool:
-    """Tell whether an equation picks single numbers: its derivative is no scatter but a selection,
-    which fuses.
+    """Tell whether a gather reads single elements.
+
+    Its derivative is then a selection, which compilers fuse, instead of a scatter.
     """
     return eqn.primitive.name == "gather" and all(n == 1 for n in eqn.params["slice_sizes"])
 
@@ -130,13 +131,16 @@ _FREE = frozenset(
 
 
 def flops(eqn: Any) -> float:
-    """Return the floating-point operations of an equation, 0 where nobody knows them.
+    """Return the number of floating-point operations of an equation, or 0 if it is unknown.
 
-    A matrix product or convolution counts a multiply and an add each as one operation, as XLA
-    and the literature do; an elementwise operation one per output element, a reduction one per
-    input element; data movement none; a loop its body times its length; a conditional its most
-    expensive branch, since which one runs is not known before the step runs. A kernel counts what
-    it says of itself, else its body times its grid; what `unknown_costs` finds counts nothing.
+    * A matrix product or convolution counts each multiplication and each addition as one operation,
+      as XLA and the literature do.
+    * An elementwise operation counts one operation for each element of its output, a reduction one
+      for each element of its input, and data movement none.
+    * A loop counts its body times its length. A conditional counts its most expensive branch, since
+      the branch that runs is unknown before the step runs.
+    * A kernel counts its own estimate, or without one its body times the size of its grid.
+    * The equations that `unknown_costs` finds count nothing.
     """
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
@@ -163,9 +167,9 @@ def flops(eqn: Any) -> float:
     return float(sum(_size(v) for v in eqn.outvars))
 
 
-# .. kernels and library calls: operations whose inside is no jaxpr of JAX's own
+# .. kernels and library calls: operations without a jaxpr of JAX's own primitives inside
 
-# What runs code that JAX has only the shapes of. A while loop runs as often as its data say.
+# JAX knows only the shapes of these. The number of iterations of a while loop depends on its data.
 _OPAQUE = frozenset(
     {
         *("ffi_call", "custom_call", "tpu_custom_call", "triton_kernel_call", "cudnn_fusion"),
@@ -175,17 +179,17 @@ _OPAQUE = frozenset(
 
 
 def unknown_costs(eqn: Any) -> tuple[Any, ...]:
-    """Return the equations that an equation is or holds whose operations nobody can count."""
+    """Return the equations of unknown cost: the given equation, or equations inside of it."""
     if _is_opaque(eqn):
         return (eqn,)
     inner = [body.jaxpr for body in bodies(eqn)]
     if eqn.primitive.name == "custom_linear_solve":
         inner = [eqn.params["jaxprs"].solve]
-    return tuple(found for body in inner for e in body.eqns for found in unknown_costs(e))
+    return tuple(each for body in inner for e in body.eqns for each in unknown_costs(e))
 
 
 def is_kernel(eqn: Any) -> bool:
-    """Tell whether an equation is one call of code that no compiler fuses anything into."""
+    """Tell whether an equation calls a kernel or a library, into which compilers fuse nothing."""
     name = eqn.primitive.name
     return name == "pallas_call" or _formula(name) is not None or _is_opaque(eqn)
 
@@ -202,8 +206,10 @@ def _is_opaque(eqn: Any) -> bool:
 
 
 def _kernel_flops(eqn: Any) -> float | None:
-    """Return the operations of a Pallas kernel: by its estimate, else of its body for each place
-    of its grid; None where the grid or a loop inside depends on data.
+    """Return the number of operations of a Pallas kernel, or None if it depends on data.
+
+    It is the estimate of the kernel itself, or without one the operations of its body times the
+    size of its grid. It is unknown if the grid, or a loop in the body, depends on data.
     """
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
@@ -212,25 +218,26 @@ def _kernel_flops(eqn: Any) -> float | None:
     body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
     if not all(isinstance(n, int) for n in grid):
         return None
-    if any(found for e in body.eqns for found in unknown_costs(e)):
+    if any(unknown_costs(e) for e in body.eqns):
         return None
     return float(math.prod(grid)) * sum(flops(e) for e in body.eqns)
 
 
 def _attention(times: float) -> Callable[[Any], float]:
-    """Return the operations of cuDNN's attention: so many products of queries with keys."""
+    """Return a function that counts cuDNN's attention as ``times`` products of query and key."""
 
     def count(eqn: Any) -> float:
         query, key = (eqn.invars[i].aval.shape for i in (0, 1))
         layout = getattr(eqn.params.get("layout", 0), "value", eqn.params.get("layout", 0))
-        sequence = -3 if layout == 0 else -2  # batch, sequence, heads, depth; or heads before it
+        # Layout 0 is batch, sequence, heads, depth; the other is batch, heads, sequence, depth.
+        sequence = -3 if layout == 0 else -2
         return times * 2 * math.prod(query) * key[sequence]
 
     return count
 
 
 def _of_matrices(count: Callable[[int, int], float]) -> Callable[[Any], float]:
-    """Return the operations of a factorisation of each (m, n) matrix of the first operand."""
+    """Return a function that counts the factorisation of each (m, n) matrix of the operand."""
 
     def of_all(eqn: Any) -> float:
         *batch, m, n = eqn.invars[0].aval.shape
@@ -269,7 +276,7 @@ def _linear_solve(eqn: Any) -> float:
     return sum(flops(e) for e in eqn.params["jaxprs"].solve.eqns)
 
 
-# Golub and Van Loan, "Matrix computations", 4th edition, for the factorisations.
+# The factorisations are counted as in Golub and Van Loan, "Matrix computations", 4th edition.
 _FORMULAS: dict[str, Callable[[Any], float]] = {
     "dot_product_attention_fwd": _attention(2),
     "dot_product_attention_bwd": _attention(5),
@@ -309,11 +316,11 @@ def _conv_flops(eqn: Any) -> float:
     window = math.prod(kernel[d] for d in spec.rhs_spec[2:])
     out = math.prod(eqn.outvars[0].aval.shape)
     taps = 2.0 * out * kernel[spec.rhs_spec[1]] * window
-    # A dilated input (the gradient of a strided convolution) is mostly zeros, which no backend
-    # multiplies when it can help it.
+    # A dilated input (as in the gradient of a strided convolution) consists mostly of zeros, and
+    # compilers avoid multiplying by them.
     return taps / math.prod(eqn.params["lhs_dilation"] or (1,))
 
 
 def moved_bytes(eqn: Any) -> float:
-    """Return the bytes an equation reads and writes."""
+    """Return the number of bytes that an equation reads and writes."""
     return float(sum(nbytes(v.aval) for v in (*eqn.invars, *eqn.outvars)))

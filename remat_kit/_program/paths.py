@@ -1,4 +1,4 @@
-"""Module paths from name stacks, and short names for source files."""
+"""To which module does an equation belong, and how is a source file called in a report?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from remat_kit import _jax
 
-# Scopes that JAX adds around what it recomputes; they are no part of a module's path.
+# Scopes that JAX adds around recomputed equations. They are not part of the path of a module.
 _REMAT_SCOPES = frozenset({"checkpoint", "rematted_computation", "remat", "remat2"})
 
 
@@ -36,9 +36,13 @@ def common_prefix(*paths: Sequence[str]) -> Path:
 def join_scopes(groups: Sequence[Sequence[str]]) -> Path:
     """Merge the groups of a name stack into one module path.
 
-    A transformation that replays a call writes the path once more (``jvp(Net)/jvp(Net)/up``);
-    a group that repeats the beginning replaces it, another one goes on from there. The formula of
-    an einsum (``bqhd,bkhd->bhqk``) is a scope of JAX's and no module.
+    A transformation that replays a call repeats the path (``jvp(Net)/jvp(Net)/up``). So a group
+    that begins with the path of the groups before it replaces that path, and any other group is
+    appended to it. The formula of an einsum (``bqhd,bkhd->bhqk``) is a scope that JAX adds and not
+    a module.
+
+    >>> join_scopes([["Net"], ["Net", "up"]]), join_scopes([["Net"], ["up"]])
+    (('Net', 'up'), ('Net', 'up'))
     """
     path: list[str] = []
     for group in groups:
@@ -63,12 +67,12 @@ def roll_up(path: str) -> str:
 
 
 def short_path(file: str) -> str:
-    """Return a file's path relative to the working directory, or to where packages are installed.
+    """Return the path of a file relative to the working directory or the installed packages.
 
     >>> short_path(os.path.join(os.getcwd(), "models", "gpt.py"))
     'models/gpt.py'
 
-    A cell of a notebook goes by the number it shows: ``In[3]``.
+    A cell of a notebook is called by the number that the notebook shows: ``In[3]``.
     """
     if cell := _CELL.fullmatch(file):
         return _cell(cell.group(1))
@@ -78,7 +82,7 @@ def short_path(file: str) -> str:
     return file
 
 
-# Where ipykernel says that a cell is compiled from: a folder of its process, a hash of the text.
+# ipykernel gives each cell such a file name: a folder of its process and a hash of the cell's text.
 _CELL = re.compile(r".*[\\/]ipykernel_\d+[\\/](\d+\.py)")
 
 
@@ -86,10 +90,10 @@ def _cell(file: str) -> str:
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     compiler = getattr(shell, "compile", None)
     if compiler is not None and hasattr(compiler, "format_code_name"):
-        # A program that was compiled by an earlier process has the names of that one's folder.
+        # A program that an earlier process compiled has the name of the folder of that process.
         here = os.path.join(tempfile.gettempdir(), f"ipykernel_{os.getpid()}", file)
-        if (found := compiler.format_code_name(here)) is not None:
-            return found[1]
+        if (kind_and_name := compiler.format_code_name(here)) is not None:
+            return kind_and_name[1]
     return "a cell"
 
 

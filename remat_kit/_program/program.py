@@ -1,8 +1,8 @@
-"""A jaxpr made flat: the program that everything else starts from.
+"""Which equations does a function run, in which order and in which module?
 
-A `Program` is a jaxpr made flat: calls that only group equations are spliced in, and module
-paths are complete. Everything that has to understand equations (applying a policy, the report,
-the planner) starts from it, so the knowledge of what an equation means is here alone.
+A `Program` is a flattened jaxpr: a call that only groups equations is replaced by its equations,
+and each equation has its complete module path. The modules that apply a policy, write a report or
+plan all read a `Program`, so the meaning of each kind of equation is defined here alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from remat_kit import _jax
 from remat_kit._program.paths import Path, module_path
 
-# Whole names: another library's primitive may begin with any word of these.
+# Complete names, because the name of another library's primitive may begin with any of these words.
 SCATTERS = frozenset(
     {"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
 )
@@ -37,10 +37,14 @@ SCANNED = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """A jaxpr inside an equation: ``times`` it runs and, per position, what feeds it.
+    """A jaxpr inside an equation.
 
-    ``kind`` is "loop" (scan), "while", "branch" (cond), "call" (runs once with the equation's
-    own inputs), or "rule" (the body of a function with its own derivative).
+    Attributes:
+        key: the parameter of the equation that contains the jaxpr.
+        jaxpr: the jaxpr.
+        kind: "loop" (scan), "while", "branch" (cond), "call" (runs once with the inputs of the
+            equation), or "rule" (the body of a function that defines its own derivative).
+        times: the number of times that the equation runs the jaxpr.
     """
 
     key: str
@@ -50,7 +54,7 @@ class Body:
 
 
 def bodies(eqn: Any) -> tuple[Body, ...]:
-    """Return the jaxprs that an equation runs (derivative rules left out)."""
+    """Return the jaxprs that an equation runs, without its derivative rules."""
     name, params = eqn.primitive.name, eqn.params
     hi = _jax.hi_primitive(eqn)
     if hi is not None:
@@ -59,7 +63,7 @@ def bodies(eqn: Any) -> tuple[Body, ...]:
     if name == "scan":
         return (Body("jaxpr", params["jaxpr"], "loop", float(params["length"])),)
     if name == "while":
-        # The trip count is not known to a jaxpr: one round is counted.
+        # A jaxpr does not contain the number of iterations, so one iteration is counted.
         return (
             Body("cond_jaxpr", params["cond_jaxpr"], "while"),
             Body("body_jaxpr", params["body_jaxpr"], "while"),
@@ -72,15 +76,15 @@ def bodies(eqn: Any) -> tuple[Body, ...]:
     if name == "custom_jvp_call":
         return (Body("call_jaxpr", params["call_jaxpr"], "rule"),)
     if name in ("pallas_call", "custom_lin") or name in REDUCTIONS or name in SCATTERS:
-        return ()  # a kernel, a linear map, or how two scalars are combined
+        return ()  # their jaxprs are a kernel, a linear map, or a function of two scalars
     return tuple(Body(k, v, "call") for k, v in params.items() if _jax.is_jaxpr(v))
 
 
 def without_regions(jaxpr: Any) -> Any:
-    """Return the same program with checkpoint regions that keep everything.
+    """Return the same program with checkpoint regions that save everything.
 
-    Under ``jax_remat3`` a region's policy is out of reach, and nothing changes. Regions in the
-    rules of functions with their own derivative stay as they are.
+    Two kinds of regions stay as they are: those in the rules of functions that define their own
+    derivative, and those that JAX makes under ``jax_remat3``, whose policy cannot be replaced.
     """
     eqns = []
     for eqn in jaxpr.eqns:
@@ -101,7 +105,9 @@ def without_regions(jaxpr: Any) -> Any:
 
 
 def producers(eqn: Any, position: int = 0) -> list[Any]:
-    """Return the equation and, for a call, those inside that make its output, outermost first.
+    """Return the equation and, for a call, the equations inside that compute one of its outputs.
+
+    The outermost equation comes first.
 
     `jax.nn.relu` is a ``custom_jvp_call`` of a ``jit`` of ``max``: three equations, one value.
     """
@@ -116,16 +122,16 @@ def producers(eqn: Any, position: int = 0) -> list[Any]:
 
 
 def primitive_name(eqn: Any) -> str:
-    """Return the name of an equation's primitive, looking through high-level ones."""
+    """Return the name of an equation's primitive; for a high-level one, the name of its class."""
     hi = _jax.hi_primitive(eqn)
     return eqn.primitive.name if hi is None else type(hi).__name__
 
 
 class KeptName(str):
-    """A checkpoint name that the user gave to a value which a region keeps.
+    """The checkpoint name that the user gave to a value that a region saves, with a label.
 
-    It is the user's name for everybody who reads it, JAX's policies and `print_saved_residuals`
-    among them, and holds our label of the decision besides.
+    As a string it is the user's name, which JAX's policies and `print_saved_residuals` read. Its
+    attribute ``label`` records the decision of the policy.
 
     >>> name = KeptName("attn_out", "remat_kit:save:save(everything)")
     >>> name, name == "attn_out", name.label
@@ -141,7 +147,7 @@ class KeptName(str):
 
 
 def checkpoint_name_of(eqn: Any) -> str | None:
-    """Return the name if the equation is a `jax.ad_checkpoint.checkpoint_name`."""
+    """Return the name in a `jax.ad_checkpoint.checkpoint_name`, or None for another equation."""
     if eqn.primitive.name == "name":
         return eqn.params["name"]
     hi = _jax.hi_primitive(eqn)
@@ -151,9 +157,10 @@ def checkpoint_name_of(eqn: Any) -> str | None:
 
 
 def is_identity(eqn: Any) -> bool:
-    """Tell whether an equation hands its input on: a name, or a rounding to its own precision.
+    """Tell whether the output of an equation equals its input.
 
-    `jax.checkpoint` rounds residuals to their own type, which keeps XLA from holding them wider.
+    That is so for a checkpoint name and for a rounding to the input's own precision. By such a
+    rounding `jax.checkpoint` keeps XLA from storing residuals in a wider type.
     """
     if checkpoint_name_of(eqn) is not None:
         return True
@@ -169,10 +176,15 @@ def is_identity(eqn: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A jaxpr made flat.
+    """A flattened jaxpr.
 
-    ``eqns`` are in execution order with plain calls spliced in, their name stacks plain module
-    paths relative to ``base``. ``consts`` are values of the first ``len(consts)`` of ``invars``.
+    Attributes:
+        invars: the variables of the constants, then those of the arguments.
+        outvars: the variables or literals of the results.
+        eqns: the equations in execution order. Plain calls are replaced by their equations, and
+            each name stack consists of the module path relative to ``base``.
+        consts: the values of the first ``len(consts)`` variables of ``invars``.
+        base: the module path of the call that was traced.
     """
 
     invars: tuple[Any, ...]
@@ -196,7 +208,7 @@ class Program:
 
     @staticmethod
     def traced(traced: _jax.Traced, base: Path = ()) -> Program:
-        """Flatten what `_jax.trace` found."""
+        """Flatten the result of `_jax.trace`."""
         flat = _jax.shared(_flattened, traced.jaxpr, ())
         return dataclasses.replace(flat, consts=(*flat.consts, *traced.consts), base=base)
 
@@ -251,27 +263,27 @@ class _Flattener:
 
 
 def part(eqns: Sequence[Any], wanted: set[Any], base: Path) -> Program:
-    """Return some of a program's equations as a program, with ``wanted`` among its outputs."""
-    made = {v: None for e in eqns for v in e.outvars}
+    """Return a program of some equations, whose outputs are the variables in ``wanted``."""
+    computed = {v: None for e in eqns for v in e.outvars}
     read = {v: None for e in eqns for v in e.invars if not isinstance(v, jec.Literal)}
-    invars = tuple(v for v in read if v not in made)
-    outvars = tuple(v for v in made if v in wanted)
+    invars = tuple(v for v in read if v not in computed)
+    outvars = tuple(v for v in computed if v in wanted)
     return Program(invars, outvars, tuple(eqns), base=base)
 
 
 def without_dead(program: Program) -> Program:
     """Return a program without the equations that no result and no effect depends on.
 
-    `jax.checkpoint` drops them as well. A region around them would give their operands cotangents
-    of zeros, for which JAX then calls backward rules that it does not call otherwise.
+    `jax.checkpoint` drops these equations as well. With a region around them, their operands would
+    get cotangents of zeros, and JAX would call backward rules that it does not call otherwise.
     """
     used = {v for v in program.outvars if not isinstance(v, jec.Literal)}
-    kept = []
+    live = []
     for eqn in reversed(program.eqns):
         if eqn.effects or not used.isdisjoint(eqn.outvars):
-            kept.append(eqn)
+            live.append(eqn)
             used.update(v for v in eqn.invars if not isinstance(v, jec.Literal))
-    return dataclasses.replace(program, eqns=tuple(reversed(kept)))
+    return dataclasses.replace(program, eqns=tuple(reversed(live)))
 
 
 def evaluate(
@@ -289,7 +301,7 @@ def evaluate(
 
 
 def without_region_boundaries(program: Program) -> Program:
-    """Return the same program with the checkpoint regions of the model spliced in."""
+    """Return the same program with each checkpoint region replaced by its equations."""
     if not any(e.primitive.name in _REGIONS or _is_hi_region(e) for e in program.eqns):
         return program
 
@@ -317,9 +329,9 @@ def _is_hi_region(eqn: Any) -> bool:
     return hi is not None and "Remat" in type(hi).__name__
 
 
-# -- the program a plan is bound to ---------------------------------------------------------------
+# -- the program that a plan is made for ----------------------------------------------------------
 
 
 def flat_program(closed: Any, base: tuple[str, ...] = ()) -> Program:
-    """Return the program that plans are made for: calls and checkpoint regions spliced in."""
+    """Return the program that plans are made for, in which calls and regions are flattened."""
     return without_region_boundaries(Program.of(closed, base))

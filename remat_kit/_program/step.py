@@ -1,7 +1,8 @@
-"""A whole training step around a loss: gradients, an optimizer's state and its update.
+"""What does a whole training step compute, with an optimizer around a loss?
 
-The optimizer is anything with the ``init`` and ``update`` of an ``optax.GradientTransformation``;
-optax itself is not imported.
+A step computes the gradients of the loss and updates the parameters and the state of the optimizer.
+The optimizer may be any object with the methods ``init`` and ``update`` of an
+``optax.GradientTransformation``; optax itself is not imported.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ def state_of(optimizer: Any, args: Sequence[Any], argnums: Argnums, call: str) -
     """Return the shapes of an optimizer's state.
 
     Raises:
-        UserError: it is no optimizer, or ``argnums`` names more than one argument.
+        UserError: ``optimizer`` is not an optimizer, or ``argnums`` is not a single position.
     """
     if argnums is None:
         raise UserError(
-            f"`{call}(..., argnums=None, optimizer=...)`: a whole step has its optimizer in it",
-            hint="leave optimizer out, or give the loss and what it is differentiated by",
+            f"`{call}(..., argnums=None, optimizer=...)`: a whole step already contains an "
+            "optimizer",
+            hint="leave optimizer out, or give the loss and the position of its parameters",
         )
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise UserError(
-            f"`{call}(..., optimizer={optimizer!r})`: an optimizer has init and update",
+            f"`{call}(..., optimizer={optimizer!r})`: an optimizer has the methods init and update",
             hint="give an optax.GradientTransformation, such as optax.adam(1e-3)",
         )
     if not isinstance(argnums, int):
         raise UserError(
             f"`{call}(..., argnums={argnums!r}, optimizer=...)`: a step updates one argument",
-            hint="put all parameters into one pytree, and give its position",
+            hint="put all parameters into one pytree, and give the position of that argument",
         )
     return jax.eval_shape(optimizer.init, abstract(args, call=call)[argnums])
 
@@ -49,8 +51,9 @@ def state_bytes(optimizer: Any, args: Sequence[Any], argnums: Argnums, call: str
 
 
 def adamw_bytes(args: Sequence[Any], argnums: Argnums, call: str) -> int | None:
-    """Return the bytes of the state that AdamW would have, with its defaults: two copies of the
-    parameters and a count of steps; None for a whole step.
+    """Return the bytes of AdamW's state with its default options, or None for a whole step.
+
+    The state consists of two copies of the parameters and a count of steps.
 
     >>> adamw_bytes((jnp.ones((8, 4)), jnp.ones(3)), 0, "measure")
     260
@@ -65,7 +68,7 @@ def adamw_bytes(args: Sequence[Any], argnums: Argnums, call: str) -> int | None:
 def training_step(
     fn: Callable[..., Any], optimizer: Any, args: Sequence[Any], argnums: Argnums, call: str
 ) -> tuple[Step, tuple[Any, ...], tuple[int, ...]]:
-    """Return a training step, what to call it with, and which of that it may overwrite.
+    """Return a training step, its arguments, and the positions of those that it may overwrite.
 
     >>> import optax
     >>> loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))
@@ -82,11 +85,12 @@ def training_step(
         optimizer: an ``optax.GradientTransformation``.
         args: arrays or `jax.ShapeDtypeStruct`, in pytrees.
         argnums: the position of the parameters.
-        call: the public function that errors should name.
+        call: the public function that errors name.
 
     Returns:
-        the step, called as ``step(state, *args)``, gives parameters, state and what the loss gave;
-        its arguments, the state's as shapes; the positions of state and parameters among them.
+        The step, called as ``step(state, *args)``, which returns new parameters, the new state and
+        the result of the loss; the arguments of the step, with the shapes of the state; and the
+        positions of the state and the parameters among these arguments.
 
     Raises:
         UserError: see `state_of`.

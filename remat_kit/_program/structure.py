@@ -1,7 +1,8 @@
-"""When two equations, or two programs, compute the same from the same source lines.
+"""Do two equations, or two programs, compute the same, from the same source lines?
 
-Equal blocks of a model share what is derived from them. Their parameters are compared by content,
-and derivative rules by the function with everything that is bound to it.
+If blocks of a model are equal, their derivatives and decisions are computed once for all of them.
+Parameters of equations are compared by content. Derivative rules are compared by the identity of
+the function and by the values that are bound to it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from remat_kit._program.program import KeptName, checkpoint_name_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Itself:
-    """An object that equals nothing but itself, kept alive by the key it is in."""
+    """A key for an object that is equal to itself alone; the key keeps the object alive."""
 
     value: Any
 
@@ -30,7 +31,7 @@ class _Itself:
 
 
 def structure_of(program: Any) -> Any:
-    """A hashable that two programs share when they compute the same from the same lines."""
+    """Return a key that is equal for programs that compute the same from the same source lines."""
     number: dict[Any, int] = {}
     inputs = [*getattr(program, "constvars", ()), *program.invars]
     for var in inputs:
@@ -39,7 +40,7 @@ def structure_of(program: Any) -> Any:
     def atom(x: Any) -> Any:
         if isinstance(x, jec.Literal):
             scalar = getattr(x.val, "shape", ()) == ()
-            # By repr, since 0.0 == -0.0 and 1 == True.
+            # Scalars are compared by repr, since 0.0 == -0.0 and 1 == True.
             return str(x.aval), repr(x.val) if scalar else _Itself(x.val)
         return number[x]
 
@@ -57,7 +58,7 @@ def structure_of(program: Any) -> Any:
 
 
 def equation_key(eqn: Any) -> Any:
-    """Return a hashable that equations share when they compute the same, whatever they read."""
+    """Return a key that is equal for equations that compute the same from equal inputs."""
     atoms = tuple(
         (str(v.aval), repr(v.val) if getattr(v.val, "shape", ()) == () else _Itself(v.val))
         if isinstance(v, jec.Literal)
@@ -87,21 +88,23 @@ def _parameters(eqn: Any) -> Any:
 
 
 def _rule_key(eqn: Any) -> Any:
-    """A hashable that two `jax.custom_jvp` calls share when they have the same derivative.
+    """Return a key that is equal for `jax.custom_jvp` calls that have the same derivative.
 
-    The rule alone does not identify it: the arguments of ``nondiff_argnums`` are bound around the
-    rule, and so is the structure of its arguments.
+    The rule alone does not identify the derivative, because JAX binds the arguments in
+    ``nondiff_argnums`` and the structure of the other arguments to it.
     """
-    found = _jax.rule_identity(eqn)
-    if found is None:
+    rule_and_bound = _jax.rule_identity(eqn)
+    if rule_and_bound is None:
         return _Itself(eqn.params["jvp_jaxpr_fun"])
-    rule, around = found
+    rule, around = rule_and_bound
     return _Itself(rule), tuple(map(_bound, around))
 
 
 def _bound(value: Any) -> Any:
-    """A hashable for an argument bound around a rule; an object of an unknown type is only itself,
-    since its ``==`` may overlook what the rule reads.
+    """Return a key for a value that is bound to a rule.
+
+    An object of an unknown type is equal to itself alone, because its ``==`` may ignore attributes
+    that the rule reads.
     """
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return type(value), repr(value)  # 1 == True, and 0.0 == -0.0
@@ -115,7 +118,9 @@ def _bound(value: Any) -> Any:
 
 
 def _exact(value: Any) -> Any:
-    """A parameter of an equation as a part of a key: numbers that are equal can differ."""
+    """Return a key for a parameter of an equation, which tells equal numbers such as 1 and True
+    apart.
+    """
     if isinstance(value, tuple):
         return tuple(map(_exact, value))
     return (type(value), repr(value)) if isinstance(value, (bool, int, float, complex)) else value

@@ -1,12 +1,13 @@
-"""Does a function take a gradient itself? What a training step does and a loss seldom does.
+"""Does a function take a gradient itself, as a training step does and a loss seldom does?
 
-A policy is for a function that is differentiated later. A step has already differentiated its
-loss, so a region around its parts is never recomputed. The equations of a traced function say which
-of the two it is: JAX writes "transpose" into the name stack of every equation of a backward pass.
+A policy is meant for a function that is differentiated later. A training step has already
+differentiated its loss, so a region around parts of the step is never recomputed. The jaxpr of a
+function shows whether it takes a gradient, because JAX writes "transpose" into the name stack of
+every equation of a backward pass.
 
-Example: in ``step = lambda w, x: w - 0.1 * jax.grad(loss)(w, x)`` the one result depends on a
-gradient, and it is an argument plus something that depends on a gradient. Both facts are read off
-the jaxpr by one walk that marks its variables.
+For example, the result of ``step = lambda w, x: w - 0.1 * jax.grad(loss)(w, x)`` depends on a
+gradient, and it is the sum of an argument and a value that depends on a gradient. This module
+finds both facts in one pass over the jaxpr, in which it marks each variable.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ class Taken:
     """The gradient that a traced function takes itself.
 
     Attributes:
-        equation: the first one of its backward pass.
+        equation: the first equation of the backward pass.
         reached: for each result, whether it depends on the gradient.
-        updated: for each result, whether it is an argument plus something made of the gradient.
+        updated: for each result, whether it is the sum of an argument and a value that depends on
+            the gradient.
     """
 
     equation: Any
@@ -41,7 +43,7 @@ class Taken:
 
 
 def taken(closed: Any) -> Taken | None:
-    """Return the gradient that a traced function takes, None if it takes none.
+    """Return the gradient that a traced function takes, or None if it takes none.
 
     >>> import jax, jax.numpy as jnp
     >>> loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))
@@ -52,7 +54,7 @@ def taken(closed: Any) -> Taken | None:
     >>> taken(jax.make_jaxpr(loss)(w, x))
 
     Args:
-        closed: the jaxpr of the function, as `jax.make_jaxpr` gives it.
+        closed: the jaxpr of the function, from `jax.make_jaxpr`.
     """
     first = _first_transposed(closed.jaxpr)
     if first is None:
@@ -65,34 +67,37 @@ def taken(closed: Any) -> Taken | None:
     )
 
 
-def is_loss(found: Taken, result: Any) -> bool:
+def is_loss(gradient: Taken, result: Any) -> bool:
     """Tell whether a function that takes a gradient is a loss nevertheless.
 
     A scalar result is a loss, for example a penalty on a gradient. So is ``(scalar, aux)`` if the
-    scalar depends on the gradient; if it does not, the gradient was taken for its own sake, as in
-    ``jax.value_and_grad(loss)`` or a step that returns ``(loss, parameters)``.
+    scalar depends on the gradient. If the scalar does not, the function returns the gradient or an
+    update, as ``jax.value_and_grad(loss)`` or a step that returns ``(loss, parameters)`` does.
 
     Args:
-        found: as `taken` gives it.
-        result: the result of the function, in shapes.
+        gradient: the gradient that the function takes, from `taken`.
+        result: the shapes of the result of the function.
     """
     if _is_real_scalar(result):
         return True
     pair = isinstance(result, tuple) and len(result) == 2 and _is_real_scalar(result[0])
-    return pair and found.reached[0]
+    return pair and gradient.reached[0]
 
 
-def returns_gradient_of(found: Taken, result: Any, argument: Any) -> bool:
-    """Tell whether the results hold something of each shape in an argument, made of the gradient.
+def returns_gradient_of(gradient: Taken, result: Any, argument: Any) -> bool:
+    """Tell whether the results contain a gradient of an argument.
+
+    They do if, for each array of the argument, some result has its shape and type and depends on
+    the gradient.
 
     Args:
-        found: as `taken` gives it.
-        result: the result of the function, in shapes.
+        gradient: the gradient that the function takes, from `taken`.
+        result: the shapes of the result of the function.
         argument: a pytree of arrays or shapes.
     """
     wanted = Counter((x.shape, str(x.dtype)) for x in jax.tree.leaves(argument))
     arrays = [x for x in jax.tree.leaves(result) if hasattr(x, "dtype")]
-    results = zip(arrays, found.reached, strict=False)
+    results = zip(arrays, gradient.reached, strict=False)
     return wanted <= Counter((x.shape, str(x.dtype)) for x, depends in results if depends)
 
 
@@ -103,7 +108,7 @@ _expected: contextvars.ContextVar[bool] = contextvars.ContextVar("differentiated
 
 @contextlib.contextmanager
 def differentiated_later() -> Iterator[None]:
-    """Trace a loss inside of it that remat_kit differentiates afterwards."""
+    """In this context, remat_kit traces a loss that it differentiates afterwards."""
     token = _expected.set(True)
     try:
         yield
@@ -112,9 +117,9 @@ def differentiated_later() -> Iterator[None]:
 
 
 def being_differentiated() -> bool:
-    """Tell whether the call that is running is differentiated, as far as that can be known.
+    """Tell whether the running call is being differentiated, as far as that can be known.
 
-    A `jit` that is traced now, and differentiated in a later call, cannot be told.
+    It is unknown whether a `jit` that is being traced will be differentiated in a later call.
     """
     return _expected.get() or _jax.being_differentiated()
 
@@ -131,7 +136,7 @@ def _is_real_scalar(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Mark:
-    """What is known of a variable: it is an argument, depends on a gradient, is an update."""
+    """Whether a variable is an argument, depends on a gradient, or is an updated argument."""
 
     argument: bool = False
     gradient: bool = False
@@ -161,14 +166,14 @@ def differentiated(eqn: Any) -> bool:
 
 
 def _inner(eqn: Any) -> list[Any]:
-    """Return the open jaxprs of an equation."""
+    """Return the jaxprs in the parameters of an equation, without their constants."""
     hi = _jax.hi_primitive(eqn)
     params = eqn.params if hi is None else hi.params
-    found = []
+    jaxprs = []
     for value in params.values():
         several = value if isinstance(value, (tuple, list)) else (value,)
-        found += [getattr(v, "jaxpr", v) for v in several if _jax.is_jaxpr(v)]
-    return found
+        jaxprs += [getattr(v, "jaxpr", v) for v in several if _jax.is_jaxpr(v)]
+    return jaxprs
 
 
 def _first_transposed(jaxpr: Any) -> Any | None:
@@ -176,9 +181,9 @@ def _first_transposed(jaxpr: Any) -> Any | None:
         if "transpose" in _jax.transforms_of(eqn):
             return eqn
         for body in _inner(eqn):
-            found = _first_transposed(body)
-            if found is not None:
-                return found
+            transposed = _first_transposed(body)
+            if transposed is not None:
+                return transposed
     return None
 
 
@@ -200,9 +205,9 @@ def _after(eqn: Any, given: Sequence[_Mark], transposed: bool) -> list[_Mark]:
     count = len(eqn.outvars)
     bodies = [b for b in _inner(eqn) if len(b.outvars) == count and len(b.invars) <= len(given)]
     if bodies:
-        # A loop or a branch has operands of its own before those of its body.
-        found = [_results(b, given[len(given) - len(b.invars) :], transposed) for b in bodies]
-        return [_either(column) for column in zip(*found, strict=True)]
+        # The operands of a loop or a conditional may begin with others than those of its bodies.
+        marks = [_results(b, given[len(given) - len(b.invars) :], transposed) for b in bodies]
+        return [_either(column) for column in zip(*marks, strict=True)]
     gradient = transposed or any(m.gradient for m in given)
     argument = any(m.argument for m in given) and not gradient
     name = eqn.primitive.name

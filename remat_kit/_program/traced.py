@@ -1,7 +1,7 @@
-"""The program that is compiled, traced: the gradient of a loss, or a step as its user runs it.
+"""Which program is compiled: the gradient of a loss, or a training step as its user runs it?
 
-A step that is jitted is traced by itself, for it alone knows what it donates, which of its
-arguments are static and, with NNX, which of them it changes. Any other function is jitted here.
+A jitted step is traced by its own ``trace`` method, because its jit determines which arguments are
+donated, which are static and, with NNX, which are changed. Any other function is jitted here.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from remat_kit._program.gradient import Argnums, abstract
 
 @dataclass(frozen=True)
 class CompilableProgram:
-    """A traced program, and what it can be called with.
+    """A traced program and its arguments.
 
     Attributes:
         traced: a `jax.stages.Traced`.
-        args, kwargs: what the compiled program takes, arrays or `jax.ShapeDtypeStruct` in pytrees;
-            static arguments are left out.
+        args, kwargs: the arguments of the compiled program, which are arrays or
+            `jax.ShapeDtypeStruct` in pytrees, without the static arguments.
     """
 
     traced: Any
@@ -38,7 +38,7 @@ class CompilableProgram:
 
     @property
     def arguments(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the arguments, flat."""
+        """The shapes of the arguments, as a flat list."""
         return [_shape(info) for info in jax.tree.leaves(self.traced.args_info)]
 
     @property
@@ -47,8 +47,9 @@ class CompilableProgram:
         return self.traced.out_info
 
     def values(self) -> tuple[list[Any], list[bool], Any]:
-        """Return flat arguments to run it with, zeros where there are shapes alone; which of them
-        it donates; and the tree of positional and keyword arguments that they make up.
+        """Return flat arguments to run the program with, which of them are donated, and their tree.
+
+        Arguments that are only shapes become zeros. The tree is that of ``(args, kwargs)``.
         """
         leaves, tree = jax.tree.flatten((self.args, self.kwargs))
         donated = [info.donated for info in jax.tree.leaves(self.traced.args_info)]
@@ -76,16 +77,19 @@ def trace(
     [True]
 
     Args:
-        fn: a loss; with ``argnums=None`` a step.
-        args: arrays or `jax.ShapeDtypeStruct`, in pytrees; static ones of a jitted step too.
-        argnums: what to differentiate, or None.
-        donate_argnums: what the results may take over, where the step does not say so itself.
-        optimizer: around a loss: the whole step is traced, parameters and state donated.
-        call: the public function that the errors should name.
+        fn: a loss, or with ``argnums=None`` a step.
+        args: arrays or `jax.ShapeDtypeStruct`, in pytrees, and the static arguments of a jitted
+            step.
+        argnums: positions of the arguments to differentiate, or None.
+        donate_argnums: positions of the arguments whose memory the results may reuse, if the step
+            is not jitted with this option itself.
+        optimizer: with a loss, the whole step with this optimizer is traced. It donates its
+            parameters and state.
+        call: the public function that errors name.
 
     Raises:
         UserError: the program is partitioned over several devices, or the call cannot work.
-        NotDifferentiableError: ``fn`` is no loss.
+        NotDifferentiableError: ``fn`` is not a loss.
     """
     donated = _positions(donate_argnums)
     if optimizer is not None:
@@ -125,12 +129,12 @@ def _step_as_it_is(
         return _plain_step(fn, args, donated, call)
     own = _jax.donated_positions(jitted)
     if donated and not own and jitted is inner:
-        return _plain_step(fn, args, donated, call)  # as if `jax.jit` had been told so
+        return _plain_step(fn, args, donated, call)  # as if `jax.jit` had this option
     shift = len(full) - len(args)
     if not {shift + i % max(1, len(args)) for i in donated} <= set(own):
         raise UserError(
-            f"`{call}(..., donate_argnums={donated!r})`: the function is jitted, and says itself "
-            f"what it donates: {own or 'nothing'}",
+            f"`{call}(..., donate_argnums={donated!r})`: the function is jitted, and its own "
+            f"donate_argnums is {own or 'empty'}",
             hint="leave donate_argnums out here, and give it to the function's own jit",
         )
     _gradient.check_on_one_device(_flax.arrays_of((*full, *kwargs.values())), call)
@@ -149,7 +153,7 @@ def _step_as_it_is(
 def _bound(
     fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Look through `functools.partial` and methods: the function, and all of its arguments."""
+    """Return the function inside of `functools.partial` and methods, with all its arguments."""
     kwargs: dict[str, Any] = {}
     while True:
         if isinstance(fn, functools.partial):
@@ -161,7 +165,7 @@ def _bound(
 
 
 def _without_place(leaf: Any) -> Any:
-    """Return the shape of an array, which lies on no device; anything else may be static."""
+    """Return the shape of an array, without its device; anything else may be a static argument."""
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
         return abstract((leaf,))[0]
     return leaf
@@ -176,11 +180,11 @@ def _plain_step(
     fn: Callable[..., Any], args: tuple[Any, ...], donated: tuple[int, ...], call: str
 ) -> CompilableProgram:
     if _flax.holds_state(args):
-        # `jax.jit` would drop what the step changes in its arguments, and with it the update.
+        # `jax.jit` would drop the changes of NNX objects, and with them the update of the step.
         _gradient.check_on_one_device(_flax.arrays_of(args), call)
         return _of_shapes(_flax.trace_jitted(_flax.jitted_step(fn, donated), args, {}))
     program = _jitted_here(fn, args, donated, call)
-    if donated or not (found := _jax.donated_by_only_call(program.traced)):
+    if donated or not (inner := _jax.donated_by_only_call(program.traced)):
         return program
     leaves, tree = jax.tree.flatten(tuple(args))
-    return _jitted_here(lambda *leaves: fn(*tree.unflatten(leaves)), leaves, sorted(found), call)
+    return _jitted_here(lambda *leaves: fn(*tree.unflatten(leaves)), leaves, sorted(inner), call)

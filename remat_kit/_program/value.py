@@ -1,4 +1,4 @@
-"""Intermediate values of a program, as selectors see them."""
+"""What does a selector see of an intermediate value of a program?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from remat_kit._program.program import (
 
 
 def offloaded_bytes(jaxpr: Any) -> int:
-    """Return the bytes that a jaxpr moves to the host's memory, in all rounds of its loops."""
+    """Return the bytes that a jaxpr moves to host memory, in all iterations of its loops."""
     own = (e for e in jaxpr.eqns if e.primitive.name == "device_put")
     size = sum(nbytes(v.aval) for e in own for v in e.outvars if _jax.is_on_host(v.aval))
     inner = (b for e in jaxpr.eqns for b in bodies(e))
@@ -38,7 +38,7 @@ def value_of(
 ) -> Value:
     """Describe one output of an equation to the selectors of a policy.
 
-    ``full=False`` leaves out the source line, which is the slow part (frames are symbolised).
+    ``full=False`` leaves out the source line, because finding it takes most of the time.
     """
     var = eqn.outvars[position]
     chain = producers(eqn, position)
@@ -72,21 +72,21 @@ def effect_of(eqn: Any, path: Path, *, full: bool = True) -> Value:
 
 
 def values(program: Program, *, full: bool = True) -> Iterator[Value]:
-    """Yield every intermediate value of a program, those inside loops and branches too."""
+    """Yield every intermediate value of a program, including values inside loops and branches."""
     yield from _values(program.eqns, program.base, full)
 
 
 def _values(eqns: Sequence[Any], base: Path, full: bool) -> Iterator[Value]:
     names = aliases(eqns)
-    made = {v for e in eqns for v in e.outvars if checkpoint_name_of(e) is None}
+    computed = {v for e in eqns for v in e.outvars if checkpoint_name_of(e) is None}
     for eqn in eqns:
         path = module_path(eqn, base)
         name = checkpoint_name_of(eqn)
         if name is None:
             for i, var in enumerate(eqn.outvars):
                 yield value_of(eqn, i, path, names.get(var, ()), full=full)
-        elif isinstance(eqn.invars[0], jec.Literal) or eqn.invars[0] in names.keys() - made:
-            yield value_of(eqn, 0, path, (name,), full=full)  # an input that was named
+        elif isinstance(eqn.invars[0], jec.Literal) or eqn.invars[0] in names.keys() - computed:
+            yield value_of(eqn, 0, path, (name,), full=full)  # a named input of the program
         for body in bodies(eqn):
             if body.kind != "rule":
                 yield from _values(body.jaxpr.eqns, path, full)
@@ -95,9 +95,9 @@ def _values(eqns: Sequence[Any], base: Path, full: bool) -> Iterator[Value]:
 def aliases(eqns: Sequence[Any]) -> dict[Any, tuple[str, ...]]:
     """Map each variable that carries a checkpoint name to its names.
 
-    `checkpoint_name` is the identity: its input and its output are one value, so a name counts
-    for both. (JAX's own policies save the output and recompute the input that a derivative rule
-    uses; see `remat_kit._apply.labels`.)
+    `checkpoint_name` is the identity, so its input and its output are one value that has the name.
+    JAX's own policies treat the two separately: they save the output and recompute the input, even
+    if a derivative rule reads the input (see `remat_kit._apply.labels`).
     """
     names: dict[Any, tuple[str, ...]] = {}
     root: dict[Any, Any] = {}
@@ -114,7 +114,9 @@ def aliases(eqns: Sequence[Any]) -> dict[Any, tuple[str, ...]]:
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """One intermediate value, as selectors see it; see also the policies of `jax.checkpoint`.
+    """One intermediate value of a function, with the properties that selectors read.
+
+    A policy callable of `jax.checkpoint` sees only ``primitive``, ``in_avals`` and ``params``.
 
     >>> from remat_kit import module
     >>> v = Value(primitives=("dot_general",), module="GPT/block_0/mlp/up", bytes=4096)
@@ -122,21 +124,22 @@ class Value:
     True
 
     Attributes:
-      primitives: the primitive that made it; for a call (``jit``, ``custom_jvp_call``) also those
-        inside the call that made this output, outermost first.
-      names: its checkpoint names.
-      module: path of the module that made it, such as ``"GPT/block_0/attn/out"``; ``""`` at top.
-      source: file and line; ``("", 0)`` where unknown.
-      shape: axis sizes.
-      dtype: name of the element type, such as ``"bfloat16"``.
-      bytes: its size.
-      flops: floating-point operations of the equation that made it.
-      moved_bytes: bytes that this equation reads and writes.
-      primitive: the primitive itself, the innermost where ``primitives`` lists several; JAX
-        policies and `dots_no_batch` are asked with it, ``in_avals`` and ``params``. These three
-        take no part in ``==`` and ``hash``.
-      in_avals: abstract values of its inputs.
-      params: its parameters.
+      primitives: the name of the primitive that computes the value. For a call (``jit``,
+        ``custom_jvp_call``) also the names of the primitives inside the call that compute this
+        output, outermost first.
+      names: the checkpoint names of the value.
+      module: the path of the module that computes the value, such as ``"GPT/block_0/attn/out"``,
+        or ``""`` outside of all modules.
+      source: the file and line that compute the value; ``("", 0)`` if they are unknown.
+      shape: the sizes of the axes, as in `jax.Array.shape`.
+      dtype: the name of the element type, such as ``"bfloat16"``.
+      bytes: the size of the whole array, in bytes.
+      flops: the floating-point operations of the equation that computes the value.
+      moved_bytes: the bytes that this equation reads and writes.
+      primitive: the primitive itself, the innermost if ``primitives`` lists several. This and the
+        next two attributes take no part in ``==`` and ``hash``.
+      in_avals: the abstract values of the inputs of ``primitive``.
+      params: the parameters of ``primitive``.
     """
 
     primitives: tuple[str, ...] = ()

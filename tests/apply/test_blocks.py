@@ -132,4 +132,4 @@ def test_at_says_that_another_region_is_in_the_way():
     again = remat_kit.policy("dots", at="*/up")(model)
     with pytest.raises(remat_kit.PolicyError, match="inside a checkpoint region") as caught:
         jax.grad(again)(jnp.ones((4, 4)), jnp.ones((4, 4)))
-    assert "take the policy or nn.remat off" in str(caught.value)
+    assert "remove the policy or nn.remat around" in str(caught.value)

@@ -165,7 +165,7 @@ MATCH_NOTHING = [
     (collective, "under automatic partitioning"),
     (dtype("bfloat16"), "float32"),
     (save(primitive("sin") & larger_than("1KiB")), "the values take"),
-    (save(primitive("sin") & named("hidden")), "each part of it"),
+    (save(primitive("sin") & named("hidden")), "each part of the rule"),
     (jax.checkpoint_policies.save_only_these_names("hiden"), "did you mean 'hidden'"),
     (save(dots) | offload(larger_than("1MiB")), "offload"),
 ]
@@ -279,7 +279,7 @@ def test_integers_have_no_gradient(at):
         with jax.named_scope("mask"):
             return (n * 2) // 3
 
-    with pytest.warns(RematKitWarning, match="no input of what is decorated has a gradient"):
+    with pytest.warns(RematKitWarning, match="no input of the decorated function has a gradient"):
         policy("dots", at=at)(fn)(jnp.arange(3))
 
 

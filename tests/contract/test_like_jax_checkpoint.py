@@ -287,7 +287,7 @@ def _initial(key: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("what", ["dots", "everything"])
 @pytest.mark.parametrize("at", [None, "**/inner"])
 @pytest.mark.usefixtures("implementation")
-@pytest.mark.filterwarnings("ignore:.*no input of what is decorated has a gradient")
+@pytest.mark.filterwarnings("ignore:.*no input of the decorated function has a gradient")
 def test_eager_calls_run_jitted_functions_compiled(what: str, at: str | None) -> None:
     """Compiled as one and operation by operation, a function has other last digits."""
 

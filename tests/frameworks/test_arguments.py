@@ -84,7 +84,7 @@ def test_a_float_that_steers_python_has_to_be_static():
     except jax.errors.TracerBoolConversionError:
         text = traceback.format_exc()
     assert "rate > 0" in text
-    assert "hint: if an argument of the decorated function is to be a Python value" in text
+    assert "hint: if an argument of the decorated function must be a Python value" in text
     np.testing.assert_array_equal(nothing(static_argnums=1)(f)(X, 0.5), f(X, 0.5))
 
 

@@ -120,7 +120,7 @@ def test_fields_are_no_paths_and_the_error_says_what_is(options, how):
     }[how]
     with pytest.raises(remat_kit.UnknownNameError, match="no module is named") as caught:
         call()
-    assert "the fields of an Equinox module are no paths" in caught.value.message
+    assert "the fields of an Equinox module have no paths" in caught.value.message
     assert "jax.named_scope" in caught.value.hint
     assert "eqx.tree_at" in caught.value.hint
 
