@@ -34,7 +34,7 @@ def _modules() -> tuple[type, ...]:
 
 
 def transparent(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``method``, for which Haiku then opens no scope: the method that it calls opens one."""
+    """Return ``method`` without a scope of its own, because the method that it calls opens one."""
     import haiku as hk
 
     return hk.transparent(method)

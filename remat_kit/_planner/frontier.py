@@ -85,6 +85,15 @@ OBJECTIVES = {"balanced": 0.75, "time": 0.0, "flops": 1.0}
 class Frontier:
     """The best schedules of a loss, from the lowest peak memory to the least extra work.
 
+    `frontier` returns it. It is the trade of memory for recomputation of Chen et al., "Training
+    Deep Nets with Sublinear Memory Cost", 2016.
+
+    >>> import jax, jax.numpy as jnp
+    >>> x = jax.ShapeDtypeStruct((4096,), jnp.float32)
+    >>> found = frontier(lambda x: jnp.sum(jnp.exp(jnp.sin(x))), x)
+    >>> found.argument_bytes, found.points[-1].extra_flops
+    (16384, 0.0)
+
     Attributes:
         points: the schedules by peak, smallest first. Each has less extra work than those before.
         target: the chip's name.

@@ -44,6 +44,12 @@ from remat_kit._units import format_bytes
 class ModulePlan:
     """What a plan saves, offloads and recomputes in one module; equal blocks are added up.
 
+    `Plan.modules` lists them. Module paths are those of Flax, Haiku and `jax.named_scope`.
+
+    >>> ModulePlan("GPT/block_*/mlp", 4096, 0, recomputed_flops=2e6, recomputed_seconds=1e-6,
+    ...            equations=3).saved_bytes
+    4096
+
     Attributes:
         module: the path of the module.
         saved_bytes: bytes of its activations that are saved on the device.
@@ -70,7 +76,8 @@ class Plan(Planned):
     """A schedule for one program and one budget, with the memory of the compiled step.
 
     A plan is a policy: ``remat_kit.policy(plan)`` runs it, and `save` writes it as a recipe. Its
-    ``repr`` shows only the policy.
+    ``repr`` shows only the policy. `plan` returns it and has an example. Each region of the plan
+    runs under `jax.checkpoint`.
 
     Attributes:
         target: the chip for which the step was compiled.
@@ -258,8 +265,8 @@ def plan(
     >>> weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 16
     >>> x = jax.ShapeDtypeStruct((8192, 64), jnp.float32)
     >>> found = plan(tower, weights, x, budget="min")
-    >>> found.compiled_peak_bytes <= found.baseline.peak_bytes
-    True
+    >>> found.target, found.budget_bytes, found.compiled_peak_bytes <= found.baseline.peak_bytes
+    ('cpu', None, True)
     >>> lean = remat_kit.policy(found)(tower)
 
     Args:

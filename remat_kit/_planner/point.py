@@ -22,7 +22,17 @@ from remat_kit._planner.simulate import Segment, Simulated
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One schedule on the frontier.
+    """One schedule on the frontier; `estimate` returns one for checkpoints of your own.
+
+    Times are those of a roofline model (Williams et al., "Roofline", 2009).
+
+    >>> import jax, jax.numpy as jnp
+    >>> from remat_kit import estimate, name
+    >>> x = jax.ShapeDtypeStruct((4096,), jnp.float32)
+    >>> loss = lambda x: jnp.sum(jnp.exp(name(jnp.sin(x), "sin")))
+    >>> point = estimate(loss, x, checkpoints=["sin"])
+    >>> point.forward_flops, point.host_bytes
+    (12288.0, 0)
 
     Attributes:
         predicted_peak_bytes: predicted peak on the device in bytes, arguments and results included.

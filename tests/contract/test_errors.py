@@ -153,7 +153,7 @@ def test_a_long_recipe(refused, file):
     assert "longer than 1 MiB" in refused("policies", "save(dots)" + " " * MIB)
 
 
-@row("a recipe or policy nested more than 100 deep")
+@row("a recipe or policy with more than 100 levels of brackets or dotted keys")
 @pytest.mark.parametrize(
     "text",
     [
@@ -209,7 +209,7 @@ def test_a_recipe_that_never_ends(refused, tmp_path):
         assert "not a regular file" in refused("policies", tmp_path / name)
 
 
-@row("a policy table that holds itself")
+@row("a policy table that contains itself")
 def test_a_table_that_holds_itself():
     inside: list[object] = []
     inside.append(inside)
@@ -289,7 +289,7 @@ def test_a_model_that_exits(refused, file):
         assert "it ended the program (exit status 3)" in refused("measure", file(text))
 
 
-@row("a model file that raises what is no `Exception`")
+@row("a model file that raises a `BaseException` that is no `Exception`")
 def test_a_model_that_raises_something_else(refused, file):
     message = refused("measure", file("class Stop(BaseException): pass\nraise Stop('now')\n"))
     assert "Stop: now (" in message
@@ -374,7 +374,7 @@ def test_an_output_that_is_closed(run, monkeypatch, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text())["policy"] == "save(dots)"
 
 
-@row("a terminal without the characters")
+@row("a terminal that cannot show some characters")
 def test_a_terminal_without_the_characters(run, monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
@@ -471,7 +471,7 @@ for i in range(int(sys.argv[3])):
 """
 
 
-@row("two processes on one cache folder, one of them killed")
+@row("two processes with one cache folder, one of them killed")
 def test_two_processes_on_one_cache(tmp_path):
     argv = ["-c", WRITER, _cache.__file__, tmp_path / "cache"]
     patient, killed = process(*argv, 60), process(*argv, 10**9)
