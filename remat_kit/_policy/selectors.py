@@ -245,12 +245,13 @@ _SOURCE = re.compile(r"(.+?)(?::(\d+)(?:-(\d+))?)?")
 
 
 def _from_source(pattern: str, source_line: tuple[str, int]) -> bool:
-    found = _SOURCE.fullmatch(pattern)
-    assert found is not None
+    place = _SOURCE.fullmatch(pattern)
+    assert place is not None
+    wanted, first, last = place.groups()
     file, line = source_line[0].replace("\\", "/"), source_line[1]
-    if found[2] and not int(found[2]) <= line <= int(found[3] or found[2]):
+    if first and not int(first) <= line <= int(last or first):
         return False
-    wanted = found[1].replace("\\", "/")
+    wanted = wanted.replace("\\", "/")
     return file == wanted or file.endswith("/" + wanted)
 
 
@@ -266,13 +267,13 @@ def source(*places: str) -> Selector:
       *places: the end of a file's path, then nothing, ``:line`` or ``:first-last``.
 
     Raises:
-      PolicyError: no place, or a range that runs backwards.
+      PolicyError: there is no place, or the first line of a range is larger than the last.
     """
     for place in checked_patterns("source", places):
-        found = _SOURCE.fullmatch(place)
-        lines = [n for n in found.groups()[1:] if n] if found else []
+        parts = _SOURCE.fullmatch(place)
+        lines = [n for n in parts.groups()[1:] if n] if parts else []
         if (
-            found is None
+            parts is None
             or max(map(len, lines), default=0) > 9
             or [*map(int, lines)] != sorted(map(int, lines))
         ):

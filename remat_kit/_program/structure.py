@@ -81,9 +81,9 @@ def _parameters(eqn: Any) -> Any:
             out.append((name, tuple(inner)))
         else:
             out.append((name, _exact(value) if _hashable(value) else _Itself(value)))
-    kept = checkpoint_name_of(eqn)
-    if isinstance(kept, KeptName):  # equals the name without its label
-        out.append(("label", kept.label))
+    checkpoint_name = checkpoint_name_of(eqn)
+    if isinstance(checkpoint_name, KeptName):  # its label takes no part in ==
+        out.append(("label", checkpoint_name.label))
     return tuple(out)
 
 
