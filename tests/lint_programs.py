@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import remat_kit
+from remat_kit._chip.memory import Memory
 from remat_kit._inspect.lints.lint import lints_of
 from remat_kit._inspect.lints.scene import CompiledFacts
 from remat_kit._inspect.recomputed import forward_flops, recomputed_of
@@ -52,6 +53,13 @@ def named_tower(weights, x):
     return jnp.mean(x**2)
 
 
+class ChipMemory(types.SimpleNamespace):
+    """A `Memory` of a chip that has only the fields that lints read."""
+
+    on_cpu = False
+    drops_offload = Memory.drops_offload
+
+
 def codes_with(fn, hlo=None, **memory):
     gradient = trace_gradient(fn, TOWER, call="test")
     found = lints_of(
@@ -59,9 +67,9 @@ def codes_with(fn, hlo=None, **memory):
         kept_of(gradient),
         recomputed_of(gradient),
         forward_flops=forward_flops(gradient),
-        compiled={"chip": CompiledFacts(types.SimpleNamespace(target="chip", **memory), hlo)}
+        compiled={"chip": CompiledFacts(ChipMemory(target="chip", **memory), hlo)}
         if memory
-        else {"chip": CompiledFacts(types.SimpleNamespace(target="chip", host_bytes=None), hlo)},
+        else {"chip": CompiledFacts(ChipMemory(target="chip", host_bytes=None), hlo)},
     )
     return [lint.code for lint in found]
 

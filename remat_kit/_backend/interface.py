@@ -28,6 +28,25 @@ class Chip(Protocol):
     def flops_per_second(self) -> Mapping[str, float]: ...
 
 
+# The rates that stand for a dtype, best first. JAX's default precision lets an NVIDIA GPU round
+# float32 operands to TensorFloat-32.
+_RATES = {
+    "float32": ("tensorfloat32", "float32"),
+    "float16": ("float16", "bfloat16"),
+    "bfloat16": ("bfloat16", "float16"),
+}
+
+
+def peak_rate(chip: Chip, dtype: str) -> float:
+    """Return a chip's peak rate in FLOP/s for matrix products of a dtype.
+
+    A dtype without a rate of its own counts as float32.
+    """
+    rates = chip.flops_per_second
+    names = _RATES.get(dtype, (dtype, "float32"))
+    return next((rates[n] for n in names if n in rates), None) or max(rates.values())
+
+
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """The compiler of one kind of chip, by the facts that apply to it.

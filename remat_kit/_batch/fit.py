@@ -17,7 +17,6 @@ import jax
 from remat_kit._batch.model import (
     Model,
     Progress,
-    ShownTable,
     bytes_or_unknown,
     is_plan,
     model_of,
@@ -33,7 +32,7 @@ from remat_kit._errors import UserError
 from remat_kit._inspect.tables import NO_POLICY, policy_text, versions
 from remat_kit._program.builder import Loss
 from remat_kit._program.gradient import Argnums, abstract
-from remat_kit._show.table import Table
+from remat_kit._show.table import Shown, Table
 from remat_kit._units import format_bytes
 
 # -- the fit matrix ---------------------------------------------------------------------------
@@ -115,7 +114,7 @@ def _largest_then_fastest(cell: Cell) -> tuple[float, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit(ShownTable):
+class Fit(Shown):
     """A table of chips, policies and batch sizes: what fits, and how much memory is left.
 
     `fit` returns it. ``fit[target, policy, batch]`` is one `Cell`.
@@ -188,6 +187,10 @@ class Fit(ShownTable):
             "notes": list(self.notes),
             "versions": versions(),
         }
+
+    def tables(self) -> list[Table]:
+        """Return the one table."""
+        return [self.table()]
 
     def table(self) -> Table:
         """Return a table with a column for each batch size."""

@@ -15,7 +15,6 @@ from remat_kit._batch.model import (
     AT_MOST,
     Model,
     Progress,
-    ShownTable,
     bytes_or_unknown,
     is_plan,
     model_of,
@@ -31,7 +30,7 @@ from remat_kit._errors import CompileError, UserError
 from remat_kit._inspect.tables import NO_POLICY, policy_text
 from remat_kit._program.builder import Loss
 from remat_kit._program.gradient import Argnums, abstract
-from remat_kit._show.table import Table
+from remat_kit._show.table import Shown, Table
 from remat_kit._units import format_bytes, format_seconds
 
 # -- the largest batch ------------------------------------------------------------------------
@@ -70,7 +69,7 @@ class Trial:
 
 
 @dataclasses.dataclass(frozen=True)
-class MaxBatch(ShownTable):
+class MaxBatch(Shown):
     """The largest batch that fits on a chip; `max_batch` returns it.
 
     >>> import jax, jax.numpy as jnp
@@ -172,6 +171,10 @@ class MaxBatch(ShownTable):
             "trials": [t.to_json() for t in self.trials],
             "notes": list(self.notes),
         }
+
+    def tables(self) -> list[Table]:
+        """Return the one table."""
+        return [self.table()]
 
     def table(self) -> Table:
         """Return the answer as a table of one row."""

@@ -24,7 +24,6 @@ from remat_kit._planner import plan as _plan
 from remat_kit._policy.reading import as_policy
 from remat_kit._program.builder import Builder, Loss
 from remat_kit._program.gradient import Argnums
-from remat_kit._show.table import Table
 from remat_kit._units import format_bytes
 
 Progress = Callable[[str], None]
@@ -223,27 +222,6 @@ def step_seconds_of(compiled: Compiled, chip: Target) -> float | None:
         return None
     program = _hlo.parse(compiled.hlo_text)
     return estimate(program, chip, _peak.origins(program), chip_name=chip.name).seconds
-
-
-class ShownTable:
-    """Base class: prints as text, as a table where `rich` prints it, and as HTML in a notebook."""
-
-    def table(self) -> Table:
-        raise NotImplementedError
-
-    def __str__(self) -> str:
-        return self.table().text()
-
-    def __rich_console__(self, console: Any, options: Any) -> Any:
-        del console, options
-        yield self.table().rich()
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        del cycle
-        printer.text(str(self))
-
-    def _repr_html_(self) -> str:
-        return f'<div class="remat-kit">{self.table().html()}</div>'
 
 
 def bytes_or_unknown(size: float | None) -> str:

@@ -83,10 +83,6 @@ class Cache:
         except OSError as error:
             _warn_once(self.directory, error)
 
-    def clear(self) -> int:
-        """Remove every answer and return how many there were."""
-        return sum(remove_file(path) for path in self._entries())
-
     def _path(self, key: str) -> Path:
         return self.directory / f"{key}{_SUFFIX}"
 
@@ -120,25 +116,14 @@ def default_cache() -> Cache:
     """Return the cache of this user.
 
     The directory is ``$REMAT_KIT_CACHE``, else ``$XDG_CACHE_HOME/remat_kit``, else
-    ``~/.cache/remat_kit``.
+    ``~/.cache/remat_kit``. (The package `platformdirs` would replace one of the lines below. It
+    puts the directory elsewhere on macOS and raises an error for a user without a home directory.)
     """
     if named := os.environ.get("REMAT_KIT_CACHE"):
         return Cache(Path(os.path.expanduser(named)))
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     # Without a home directory, "~" is not expanded. No directory of that name is made here.
     return Cache(Path("/dev/null" if base.startswith("~") else base) / "remat_kit")
-
-
-def clear_cache() -> int:
-    """Remove every compiled answer from the disk and return how many there were.
-
-    >>> import os, tempfile
-    >>> os.environ["REMAT_KIT_CACHE"] = tempfile.mkdtemp()
-    >>> clear_cache()
-    0
-    >>> del os.environ["REMAT_KIT_CACHE"]
-    """
-    return default_cache().clear()
 
 
 def _pack(answer: bytes) -> bytes:

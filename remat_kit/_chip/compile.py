@@ -39,6 +39,7 @@ from remat_kit._chip.target import (
     target,
 )
 from remat_kit._chip.worker import Worker, WorkerDiedError
+from remat_kit._compiled.hlo import xla_remat_count
 from remat_kit._errors import CompileError, MissingPluginError, TargetError, UserError
 from remat_kit._program import step as _step
 from remat_kit._program import traced as _traced
@@ -166,7 +167,7 @@ def warn_of_offload_on_cpu(compiled: Compiled, call: str) -> bool:
 
     Returns whether this is the case.
     """
-    stays = _is_for_cpu(compiled) and bool(compiled.offloaded_bytes)
+    stays = compiled.memory.on_cpu and bool(compiled.offloaded_bytes)
     if stays:
         _frames.warn(
             f"`{call}(..., target={compiled.memory.target!r})`: "
@@ -177,19 +178,14 @@ def warn_of_offload_on_cpu(compiled: Compiled, call: str) -> bool:
     return stays
 
 
-def _is_for_cpu(compiled: Compiled) -> bool:
-    return compiled.memory.target.partition("@")[0] == "cpu"
-
-
 def _warn_of_dropped_offload(compiled: Compiled) -> None:
-    host = compiled.memory.host_bytes
-    if _is_for_cpu(compiled) or host is None or 2 * host >= compiled.offloaded_bytes:
+    if not compiled.memory.drops_offload(compiled.offloaded_bytes):
         return
     _frames.warn(
         f"`measure(..., target={compiled.memory.target!r})`: "
         f"{format_bytes(compiled.offloaded_bytes)} are offloaded in the traced program, but the "
-        f"compiled one keeps {format_bytes(host)} in the host's memory: the compiler removed the "
-        "transfers, and the values stay on the device",
+        f"compiled one keeps {format_bytes(compiled.memory.host_bytes or 0)} in the host's memory: "
+        "the compiler removed the transfers, and the values stay on the device",
         "offload inside a scan, where the compiler keeps the transfers, or recompute instead",
     )
 
@@ -448,7 +444,7 @@ def _memory(
     )
     # The compiler for TPUs knows the memory limit in MiB; the other compilers know no limit.
     fits = peak <= chip.memory_bytes
-    if added := _xla_remat_count(answer["hlo"]):
+    if added := xla_remat_count(answer["hlo"]):
         notes += (f"XLA's own rematerialization added {added} instructions",)
     return Memory(
         argument_bytes=stats["argument_size_in_bytes"],
@@ -466,13 +462,6 @@ def _memory(
         notes=notes,
         **common,
     )
-
-
-def _xla_remat_count(hlo_text: str) -> int:
-    return len(_XLA_REMAT.findall(hlo_text))
-
-
-_XLA_REMAT = re.compile(r"^\s+(?:ROOT )?%[\w.\-]*\.remat\d*(?:\.[\w.\-]*)? = ", re.M)
 
 
 _NEEDS = (

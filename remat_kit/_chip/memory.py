@@ -102,6 +102,26 @@ class Memory:
         left = self.memory_bytes - self.peak_bytes
         return None if left >= 0 and not self.fits else left
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the target is a CPU, whose memory is the host's."""
+        return self.target.partition("@")[0] == "cpu"
+
+    def drops_offload(self, offloaded_bytes: int) -> bool:
+        """Tell whether the compiled program leaves most of what it should offload on the device.
+
+        >>> import jax, jax.numpy as jnp
+        >>> from remat_kit import measure
+        >>> memory = measure(jnp.sum, jax.ShapeDtypeStruct((4,), jnp.float32), target="cpu")
+        >>> memory.drops_offload(2**20)  # a CPU has no other memory to offload to
+        False
+
+        Args:
+            offloaded_bytes: the bytes that the traced program offloads.
+        """
+        host = self.host_bytes
+        return not self.on_cpu and host is not None and 2 * host < offloaded_bytes
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values, ready for `json.dumps`."""
         plain = dataclasses.asdict(self) | {"headroom_bytes": self.headroom_bytes}

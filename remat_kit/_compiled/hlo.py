@@ -1,7 +1,11 @@
 """Parse the text of an optimized program into computations and instructions.
 
 XLA keeps on every instruction the name stack that it came from (`op_name`) and its source line.
-This module reads the text because jaxlib's objects for instructions have neither.
+This module reads the text because jaxlib's objects for instructions have neither. The serialized
+proto of a module has both, and it also has the schedule, the aliases and the layouts (tried on the
+CPU and for a TPU v5e with jax 0.12). But jaxlib ships no classes to read it with, so the package
+would have to contain those that protoc generates from `hlo.proto` and `xla_data.proto`, and the
+modules that read attributes and shapes from the text would have to be written again.
 """
 
 from __future__ import annotations
@@ -121,7 +125,6 @@ class HloModule:
         entry: the name of the computation that a call of the program runs.
         aliased: the results that take over the memory of donated arguments, as (position of the
             result, position of the argument). The first is None if the program has one result.
-            result, position of the argument); the first is None where there is one result alone.
     """
 
     computations: Mapping[str, tuple[Instruction, ...]]
@@ -156,6 +159,15 @@ class RecomputedOp:
 def is_xla_remat(name: str) -> bool:
     """Tell from its name whether XLA's own rematerialization pass added an instruction."""
     return _XLA_REMAT.search(name) is not None
+
+
+def xla_remat_count(hlo_text: str) -> int:
+    """Count the instructions that XLA's own rematerialization pass added, without parsing the rest.
+
+    >>> xla_remat_count("  %dot.3.remat2 = f32[] dot(%x)\\n  ROOT %add = f32[] add(%dot.3.remat2)")
+    1
+    """
+    return sum(map(is_xla_remat, _DEFINED.findall(hlo_text)))
 
 
 def parts_of_scope(op_name: str) -> Iterator[str]:
@@ -219,6 +231,9 @@ _HEADER = re.compile(r"(ENTRY )?%([\w.\-]+)(?: \(.*)? \{$|(ENTRY )?%([\w.\-]+) \
 
 
 _BEGIN = re.compile(r"\s+(ROOT )?%([\w.\-]+) = ")
+
+
+_DEFINED = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = ", re.M)
 
 
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")

@@ -24,7 +24,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from remat_kit._backend.interface import Chip
+from remat_kit._backend.interface import Chip, peak_rate
 from remat_kit._compiled.hlo import HloModule, Instruction, words
 from remat_kit._compiled.liveness import DEVICE, HOST, Array, leaves, parse_shape
 from remat_kit._compiled.peak import Origin
@@ -218,11 +218,8 @@ class _Counter:
         ]
 
     def rate(self, instruction: Instruction) -> float:
-        rates = self.chip.flops_per_second
         dtype = self.arrays.of(instruction.operands[0]).dtype if instruction.operands else "f32"
-        names = _RATES.get(dtype, ("float32",))
-        found = next((rates[n] for n in names if n in rates), None)
-        return found or max(rates.values())
+        return peak_rate(self.chip, _DTYPES.get(dtype, "float32"))
 
 
 def _seconds(places: _Places) -> tuple[float, float, float]:
@@ -256,15 +253,8 @@ _MOVES_ONLY = words(
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
-# JAX's default precision lets an NVIDIA GPU round float32 operands to TensorFloat-32.
-_RATES = {
-    "f64": ("float64",),
-    "f32": ("tensorfloat32", "float32"),
-    "f16": ("float16", "bfloat16"),
-    "bf16": ("bfloat16", "float16"),
-    "s8": ("int8",),
-    "u8": ("int8",),
-}
+# The dtypes with a peak rate of their own, by XLA's names.
+_DTYPES = {"f64": "float64", "f16": "float16", "bf16": "bfloat16", "s8": "int8", "u8": "int8"}
 
 
 # -- one instruction ----------------------------------------------------------------------------

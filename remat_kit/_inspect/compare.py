@@ -16,7 +16,7 @@ from typing import Any
 
 from remat_kit._errors import UserError
 from remat_kit._program.paths import roll_up
-from remat_kit._show.table import Table, cut
+from remat_kit._show.table import Shown, Table, cut
 from remat_kit._units import format_bytes, format_flops, format_seconds
 
 
@@ -48,7 +48,7 @@ class Figure:
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
+class Change(Shown):
     """The differences between two reports; `compare` returns it.
 
     >>> import jax, jax.numpy as jnp
@@ -99,17 +99,6 @@ class Change:
             if moved:
                 found.append(_table(f"{what}, by module: what changed", "module", moved))
         return found
-
-    def __str__(self) -> str:
-        return "\n\n".join(t.text() for t in self.tables())
-
-    def __rich_console__(self, console: Any, options: Any) -> Any:
-        del console, options
-        for table in self.tables():
-            yield table.rich()
-
-    def _repr_html_(self) -> str:
-        return f'<div class="remat-kit">{"".join(t.html() for t in self.tables())}</div>'
 
 
 _FORMATS: dict[str, Callable[[float], str]] = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 from remat_kit._inspect.recomputed import duplicates
 from remat_kit._program.flow import FORWARD, ConstantNumber, NumberedValue, Numbering, Op
 from remat_kit._program.gradient import Gradient, trace_gradient
+from remat_kit._show.table import Lines, Shown
 
 _CONTEXT = 2  # lines shown before and after a duplicate
 
@@ -124,7 +124,7 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True)
-class Diff:
+class Diff(Shown):
     """The difference of two gradient programs; `diff` returns it.
 
     >>> import jax, jax.numpy as jnp, remat_kit
@@ -163,7 +163,7 @@ class Diff:
 
     def text(self, full: bool | None = None) -> str:
         """Return the difference as plain text; ``full`` overrides the attribute."""
-        return "\n".join(text for _, text in self._marked(self.full if full is None else full))
+        return Lines(tuple(self._marked(self.full if full is None else full))).text()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, ready for `json.dumps`.
@@ -180,26 +180,9 @@ class Diff:
             "text": self.text(),
         }
 
-    def __str__(self) -> str:
-        return self.text()
-
-    def __rich_console__(self, console: Any, options: Any) -> Any:
-        del console, options
-        from rich.text import Text
-
-        styles = {"+": "green", "-": "red", "~": "cyan", "⟲": "yellow", "#": "bold"}
-        for mark, text in self._marked(self.full):
-            yield Text(text, style=styles.get(mark, ""))
-
-    def _repr_html_(self) -> str:
-        # Colours of medium lightness are legible on a white page and on a dark one.
-        colours = {"+": "#2e9e44", "-": "#d1484f", "~": "#2a8fb3", "⟲": "#c08a00"}
-        shown = []
-        for mark, text in self._marked(self.full):
-            style = f' style="color:{colours[mark]}"' if mark in colours else ""
-            shown.append(f"<span{style}>{html.escape(text)}</span>")
-        body = "\n".join(shown)
-        return f'<pre style="color:inherit;background:transparent">{body}</pre>'
+    def tables(self) -> list[Lines]:
+        """Return the lines that are printed."""
+        return [Lines(tuple(self._marked(self.full)))]
 
     def _marked(self, full: bool) -> Iterator[tuple[str, str]]:
         """Yield each shown line with its mark: a sign, ``⟲``, or ``#`` for a heading."""

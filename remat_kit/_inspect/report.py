@@ -48,7 +48,7 @@ from remat_kit._program.gradient import trace_gradient
 from remat_kit._program.paths import roll_up as roll_up
 from remat_kit._show import figures as _figures
 from remat_kit._show import page as _page
-from remat_kit._show.table import Table
+from remat_kit._show.table import Shown, Table
 
 # -- one report -------------------------------------------------------------------------------
 
@@ -165,27 +165,11 @@ def inspect(
 _VOID = ("offload-dropped", "cse-undone")  # a compiled program shows that the policy had no effect
 
 
-class ShownReport:
-    """Base class of reports: prints as plain text, in a terminal and in a notebook."""
-
-    def tables(self) -> list[Table]:
-        raise NotImplementedError
-
-    def __str__(self) -> str:
-        return "\n\n".join(t.text() for t in self.tables())
-
-    def __rich_console__(self, console: Any, options: Any) -> Any:
-        del console, options
-        for table in self.tables():
-            yield table.rich()
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Print as text where IPython would print the repr, which contains every value."""
-        del cycle
-        printer.text(str(self))
+class ShownReport(Shown):
+    """Base class of reports, which can also be pages, pictures and traces."""
 
     def _repr_html_(self) -> str:
-        tables = f'<div class="remat-kit">{"".join(t.html() for t in self.tables())}</div>'
+        tables = super()._repr_html_()
         plain = self._plain()
         if not any(r["timeline"] for r in plain["policies"]):
             return tables

@@ -19,7 +19,6 @@ import jax.extend.core as jec
 
 from remat_kit import _jax
 from remat_kit._chip.memory import Memory
-from remat_kit._chip.target import target
 from remat_kit._compiled.duplicates import RecomputedOps
 from remat_kit._compiled.peak import RECOMPUTE, Origin
 from remat_kit._compiled.roofline import Estimate
@@ -115,7 +114,7 @@ def verdicts(
     for (phase, module, _), cost in estimate.by_place.items():
         if phase == RECOMPUTE and (region := place.of(module)) is not None:
             seconds[region] += cost.seconds
-    dropped = _dropped_offload(residuals, memory)
+    dropped = memory.drops_offload(sum(r.bytes for r in residuals if r.memory != "device"))
     found = []
     for region in regions:
         wanted = asked.get(region, _Asked())
@@ -218,12 +217,6 @@ def _judge(asked: _Asked, kept: float, dropped: int, memory: Memory) -> tuple[st
         "the compiler merged the recomputation with the forward pass, so nothing is recomputed and "
         "no memory is saved; outside a loop a region needs prevent_cse, which is the default"
     )
-
-
-def _dropped_offload(residuals: Sequence[Residual], memory: Memory) -> bool:
-    offloaded = sum(r.bytes for r in residuals if r.memory != "device")
-    has_host = target(memory.target).platform != "cpu" and memory.host_bytes is not None
-    return bool(offloaded) and has_host and (memory.host_bytes or 0) < 0.5 * offloaded
 
 
 def _compiler_added(ops: RecomputedOps, origins: Mapping[str, Origin]) -> list[Verdict]:

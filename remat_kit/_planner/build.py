@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from remat_kit import _jax
 from remat_kit._backend import facts as _facts
 from remat_kit._backend.fusion import FusionFlow
-from remat_kit._backend.interface import Backend, Chip
+from remat_kit._backend.interface import Backend, Chip, peak_rate
 from remat_kit._errors import UserError
 from remat_kit._planner.derivative import OperationDerivative, derivative_of
 from remat_kit._planner.graph import CostGraph, Equation, Loop, Tensor
@@ -406,14 +406,8 @@ _UNKNOWN_FLOPS = 1000
 
 def _rate(chip: Chip, eqn: Any) -> float:
     """Return the chip's peak rate in FLOP/s for the type of an operation's first operand."""
-    rates = chip.flops_per_second
-    dtype = str(getattr(eqn.invars[0].aval, "dtype", "float32")) if eqn.invars else "float32"
-    names = {
-        "float32": ("tensorfloat32", "float32"),
-        "float16": ("float16", "bfloat16"),
-        "bfloat16": ("bfloat16", "float16"),
-    }.get(dtype, (dtype, "float32"))
-    return next((rates[n] for n in names if n in rates), None) or max(rates.values())
+    dtype = getattr(eqn.invars[0].aval, "dtype", "float32") if eqn.invars else "float32"
+    return peak_rate(chip, str(dtype))
 
 
 def _traffic(

@@ -37,7 +37,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import html
 import io
 import itertools
 import pathlib
@@ -69,7 +68,7 @@ from remat_kit._program import program as _program
 from remat_kit._program import step as _step
 from remat_kit._program.gradient import Argnums, abstract
 from remat_kit._show import figures as _figures
-from remat_kit._show.table import Table
+from remat_kit._show.table import Table, document
 from remat_kit._units import format_bytes
 
 Tick = Callable[[str], None]
@@ -204,13 +203,9 @@ class Frontier:
         drawn = io.StringIO()
         _figures.frontier(self.to_json(), drawn, call="to_html")
         picture = drawn.getvalue()[drawn.getvalue().index("<svg") :]
-        title = html.escape(f"memory against time on {self.target}")
-        text = html.escape(str(self.table(most=len(self.points))))
-        _files.write_whole(
-            path,
-            f"<!doctype html><meta charset=utf-8><title>{title}</title>"
-            f"{picture}<pre>{text}</pre>\n",
-        )
+        table = self.table(most=len(self.points))
+        title = f"memory against time on {self.target}"
+        _files.write_whole(path, document(title, picture + table.html()))
 
 
 def _share(part: float, whole: float) -> float:

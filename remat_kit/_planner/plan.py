@@ -320,7 +320,7 @@ def _answered(search: Search, answer: Answer) -> Plan:
         )
     elif memory.peak_bytes is not None and point.cost.peak_bytes <= search.frontier.output_bytes:
         notes.append("arguments and gradients alone make the peak, so no recompute can lower it")
-    if point.host_bytes > 2 * (memory.host_bytes or 0):
+    if memory.drops_offload(point.host_bytes):
         dropped = (
             f"the compiler left arrays on the device that the plan offloads: only "
             f"{format_bytes(memory.host_bytes or 0)} of {format_bytes(point.host_bytes)} are in "

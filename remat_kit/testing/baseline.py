@@ -26,6 +26,7 @@ from remat_kit._inspect import report as _report
 from remat_kit._inspect import tables as _tables
 from remat_kit._inspect.residuals import Residual, residuals_of
 from remat_kit._program.gradient import Argnums, trace_gradient
+from remat_kit._show.table import aligned
 from remat_kit._units import format_bytes, format_percent
 
 _FORMAT = "remat_kit memory baseline 1"
@@ -164,10 +165,10 @@ def changes(before: Snapshot, after: Snapshot) -> str:
         if getattr(before, field) != getattr(after, field)
     ]
     rows = [(name, _size(old), _size(new), _change(old, new)) for name, old, new in parts]
-    tables = [[("", "before", "after", "change"), *rows]]
+    rows = [("", "before", "after", "change"), *rows]
     if modules := list(_module_rows(before.saved, after.saved)):
-        tables.append([("kept by module", "before", "after", "change"), *modules])
-    return "\n\n".join([*_aligned(tables), *_notes(before, after, bool(modules))])
+        rows += [("", "", "", ""), ("kept by module", "before", "after", "change"), *modules]
+    return "\n\n".join(["\n".join(aligned(rows)), *_notes(before, after, bool(modules))])
 
 
 def _size(size: int | None) -> str:
@@ -198,19 +199,6 @@ def _module_rows(
         yield name, sizes[0], sizes[1], _change(n * old, n * new)
     if (left := len(ordered) - _LONGEST) > 0:
         yield f"… and {left} more kinds of modules", "", "", ""
-
-
-def _aligned(tables: Sequence[Sequence[tuple[str, ...]]]) -> list[str]:
-    """Return tables as text with common column widths."""
-    every = [row for table in tables for row in table]
-    widths = [max(len(row[i]) for row in every) for i in range(len(every[0]))]
-    return [
-        "\n".join(
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-            for row in table
-        )
-        for table in tables
-    ]
 
 
 def _notes(before: Snapshot, after: Snapshot, modules: bool) -> Iterator[str]:

@@ -92,7 +92,7 @@ def test_a_difference_prints_short_or_full():
     assert "…" not in full
     assert "\x1b" not in short
     assert "⟲" in rich_text(found, force_terminal=True)
-    assert found._repr_html_().startswith("<pre")
+    assert found._repr_html_().startswith('<div class="remat-kit"><pre')
     plain = json.loads(json.dumps(found.to_json()))
     assert [d["primitive"] for d in plain["duplicates"]] == ["dot_general", "exp", "dot_general"]
     assert plain["duplicates"][0]["feeds"]

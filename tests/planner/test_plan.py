@@ -276,7 +276,7 @@ def test_an_offload_that_the_compiler_drops_is_a_warning(monkeypatch):
         assert search.points[place].host_bytes > 0
         memory = remat_kit.measure(scanned, *SCAN_ARGS)
         for which in (place, search.plain):
-            search.known[which] = dataclasses.replace(memory, host_bytes=0)
+            search.known[which] = dataclasses.replace(memory, target="h100", host_bytes=0)
         return Answer(place, None, 0)
 
     monkeypatch.setattr(Search, "run", run)

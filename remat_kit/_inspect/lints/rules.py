@@ -215,9 +215,9 @@ def _offload_fix(scene: Scene, r: Residual, limit: int) -> str:
 def dropped_offloads(scene: Scene) -> Iterator[Lint]:
     size = sum(r.bytes for _, r in scene.kept if not r.is_input and r.memory != "device")
     for target, c in scene.compiled.items():
-        host = c.memory.host_bytes
-        if not size or host is None or 2 * host >= size or target.split("@")[0] == "cpu":
+        if not c.memory.drops_offload(size):
             continue
+        host = c.memory.host_bytes or 0
         message = (
             f"{format_bytes(size)} are offloaded in the traced program, but compiled for {target} "
             f"only {format_bytes(host)} are in the host's memory: the compiler removed the "
