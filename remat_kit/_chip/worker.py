@@ -8,6 +8,10 @@ and `_jax` on their own, so that it imports neither Flax nor the rest of the pac
 Requests and answers are pickled dictionaries on the standard streams, each preceded by its length.
 What libraries print goes to standard error; the parent stores it and shows it only if the child
 dies.
+
+`concurrent.futures.ProcessPoolExecutor` does not serve here: a spawned child runs the user's script
+again and fails if the script has no ``if __name__ == "__main__"``, and a child that a compiler ends
+is a `BrokenProcessPool` with neither its exit status nor its last lines.
 """
 
 from __future__ import annotations

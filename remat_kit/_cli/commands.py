@@ -9,7 +9,7 @@ import functools
 import inspect
 import os
 import pathlib
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 from remat_kit._cli.output import (
@@ -69,7 +69,8 @@ def _job(options: argparse.Namespace, targets: Sequence[str] = ()) -> Iterator[_
     plans = set(PLAN_OPTIONS) if options.command in BATCH_OPTIONS else set()
     policies = _checked_policies(options.policy, plans)
     _check_targets(chosen)
-    _check_writable(options.json)
+    for kind in ("json", "save"):
+        _check_writable(getattr(options, kind, None), kind)
     with loaded(options.model) as builder:
         if set(policies[1:]) - plans and options.at is None and not builder.takes_policy:
             raise UserError(
@@ -200,38 +201,39 @@ def diff_command(options: argparse.Namespace) -> None:
     answer(options, job.described() | {"diffs": found}, [*diffs.values()])
 
 
-def _one_target(job: _Job) -> str:
-    if len(job.targets) > 1:
-        raise UserError(
-            f"`--target {' '.join(job.targets)}`: a plan is made for one chip",
-            hint="name one; run the command once for each",
-        )
-    return job.targets[0] if job.targets else "cpu"
+def _planned(
+    options: argparse.Namespace, find: Callable[..., Any], **how: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Return what a function of the planner answers, and the answer with the request for JSON."""
+    optimizer = _optimizer(options.optimizer)
+    with _job(options, options.target) as job:
+        if len(job.targets) > 1:
+            raise UserError(
+                f"`--target {' '.join(job.targets)}`: a plan is made for one chip",
+                hint="name one; run the command once for each",
+            )
+        fn, args = job.builder.build(job.sizes, None)
+        with Progress() as progress, job.builder.explained((fn, args)):
+            found = find(
+                fn,
+                *args,
+                target=job.targets[0] if job.targets else "cpu",
+                objective=options.objective,
+                optimizer=optimizer,
+                offload=options.offload,
+                progress=progress.say,
+                **how,
+            )
+    return found, job.described() | found.to_json()
 
 
 def plan_command(options: argparse.Namespace) -> None:
     from remat_kit._planner import plan as _plan
     from remat_kit._planner.search import parsed_budget
 
-    _check_writable(options.json)
-    _check_writable(options.save, "save")
     budget = parsed_budget(options.budget, where=f"--budget {options.budget[:64]}")
-    optimizer = _optimizer(options.optimizer)
-    with _job(options, options.target) as job:
-        fn, args = job.builder.build(job.sizes, None)
-        with Progress() as progress, job.builder.explained((fn, args)):
-            found = _plan.plan(
-                fn,
-                *args,
-                budget=budget,
-                target=_one_target(job),
-                objective=options.objective,
-                optimizer=optimizer,
-                offload=options.offload,
-                progress=progress.say,
-            )
+    found, plain = _planned(options, _plan.plan, budget=budget)
     writes = [functools.partial(write_with, options.save, "save", found.save)]
-    plain = job.described() | found.to_json()
     answer(options, plain, [found.explain()], writes if options.save else ())
 
 
@@ -282,27 +284,15 @@ def frontier_command(options: argparse.Namespace) -> None:
         check_picture(options.png, call=f"--png {options.png}")
     if options.html:
         check_drawing(call=f"--html {options.html}")
-    for kind in ("json", "png", "html"):
+    for kind in ("png", "html"):
         _check_writable(getattr(options, kind), kind)
-    optimizer = _optimizer(options.optimizer)
-    with _job(options, options.target) as job:
-        fn, args = job.builder.build(job.sizes, None)
-        with Progress() as progress, job.builder.explained((fn, args)):
-            found = _frontier.frontier(
-                fn,
-                *args,
-                target=_one_target(job),
-                objective=options.objective,
-                optimizer=optimizer,
-                offload=options.offload,
-                progress=progress.say,
-            )
+    found, plain = _planned(options, _frontier.frontier)
     writes = [
         functools.partial(write_with, path, kind, getattr(found, f"to_{kind}"))
         for kind in ("png", "html")
         if (path := getattr(options, kind))
     ]
-    answer(options, job.described() | found.to_json(), [found.table()], writes)
+    answer(options, plain, [found.table()], writes)
 
 
 def measure_command(options: argparse.Namespace) -> None:

@@ -117,12 +117,7 @@ def write_file(file: tuple[str, str, pathlib.Path], comparison: Any) -> None:
         print(f"note: no --{kind} for {name}, because nothing compiled for it", file=sys.stderr)
         return
     with explained_write(path, kind):
-        if kind == "html":
-            comparison.to_html(path)
-        elif kind == "png":
-            comparison.to_png(path, name)
-        else:
-            comparison.to_perfetto(path, name)
+        getattr(comparison, f"to_{kind}")(path, *([name] if name else []))
 
 
 LONGEST_OPTIMIZER = 200  # characters

@@ -1,8 +1,8 @@
 """Tables and lines of text that print as plain text, in a terminal and in a notebook.
 
-The package `rich` draws tables only in a terminal. It writes neither the plain text that goes to
-pipes, files and doctests nor HTML that follows the colours of a notebook, and importing it takes
-0.1 s of processor time, so this module writes those two itself.
+The package `rich` draws the tables in a terminal. This module writes the plain text for pipes,
+files and doctests itself, which takes eight lines and no import (`rich` takes 0.03 s of processor
+time), and the HTML too, because that of `rich` does not follow the colours of a notebook.
 """
 
 from __future__ import annotations
