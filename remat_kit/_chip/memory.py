@@ -152,3 +152,14 @@ class Memory:
     @property
     def _has(self) -> str:
         return format_bytes(self.memory_bytes)
+
+
+def temporaries(memory: Memory) -> int | None:
+    """Return the bytes of a program's temporaries.
+
+    If the compiler refuses the program because the chip has too little memory, the function takes
+    the bytes that the compiler says the program needs, less its arguments and results.
+    """
+    if memory.temp_bytes is not None or memory.needs_bytes is None:
+        return memory.temp_bytes
+    return max(0, memory.needs_bytes - memory.argument_bytes - memory.output_bytes)

@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from remat_kit._chip.memory import temporaries
 from remat_kit._chip.target import target as find_target
 from remat_kit._cli.published import COMPILES, Published, published
 from remat_kit._errors import BuildError, UserError
 from remat_kit._planner import frontier as _frontier
 from remat_kit._planner.proposals import silent
-from remat_kit._planner.search import Search, temporaries
+from remat_kit._planner.search import Search
 from remat_kit._program.builder import loaded
 from remat_kit._show.table import Table
 from remat_kit._units import format_bytes, format_seconds

@@ -14,28 +14,30 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from remat_kit import _files, _frames
-from remat_kit._chip.memory import Memory
+from remat_kit._chip.memory import Memory, temporaries
 from remat_kit._chip.target import Target
 from remat_kit._chip.target import target as find_target
-from remat_kit._compiled import peak as _peak
 from remat_kit._errors import UserError
-from remat_kit._planner import proposals as _proposals
-from remat_kit._planner.frontier import Tick, policy_of, search_frontier
-from remat_kit._planner.graph import CostGraph
-from remat_kit._planner.point import Point
-from remat_kit._planner.search import Answer, Search, check_reachable, parsed_budget, temporaries
-from remat_kit._planner.simulate import Segment, Simulation
 from remat_kit._policy import recipe as _recipe
 from remat_kit._policy.structural import Planned
 from remat_kit._program import paths as _paths
 from remat_kit._program.gradient import Argnums
 from remat_kit._show.table import Table
 from remat_kit._units import format_bytes
+
+# The rest of the planner is imported by the functions that plan: it takes 0.1 s, and reading the
+# name `remat_kit.plan` does not need it.
+if TYPE_CHECKING:
+    from remat_kit._planner.frontier import Tick
+    from remat_kit._planner.graph import CostGraph
+    from remat_kit._planner.point import Point
+    from remat_kit._planner.search import Answer, Search
+    from remat_kit._planner.simulate import Segment
 
 # -- a plan ---------------------------------------------------------------------------------------
 
@@ -219,8 +221,12 @@ def plans(
         budgets: budgets as for `plan`. If nothing fits a budget, the error takes the plan's place.
         compiles: maximum number of programs to compile for each budget.
     """
+    from remat_kit._planner.frontier import search_frontier
+    from remat_kit._planner.proposals import silent
+    from remat_kit._planner.search import Search, parsed_budget
+
     wanted = [parsed_budget(budget) for budget in budgets]
-    chip, tick = find_target(target), progress or _proposals.silent
+    chip, tick = find_target(target), progress or silent
     front = search_frontier(fn, args, chip, argnums, objective, None, offload, tick, "plans")
     search = Search(fn, args, argnums, chip, front, compiles, tick)
 
@@ -298,23 +304,30 @@ def plan(
         UnknownNameError: no chip or objective has that name.
         MissingPluginError: the compiler for the target is not installed.
     """
+    from remat_kit._planner.frontier import search_frontier
+    from remat_kit._planner.proposals import silent
+    from remat_kit._planner.search import Search, check_reachable, parsed_budget
+
     chip = find_target(target)
     wanted = parsed_budget(budget)
     check_reachable(wanted, args, argnums, optimizer)
-    tick = progress or _proposals.silent
+    tick = progress or silent
     front = search_frontier(fn, args, chip, argnums, objective, optimizer, offload, tick, "plan")
     search = Search(fn, args, argnums, chip, front, compiles, tick, optimizer)
     return _answered(search, search.run(wanted))
 
 
 def _answered(search: Search, answer: Answer) -> Plan:
+    from remat_kit._compiled.peak import UPDATE
+    from remat_kit._planner.frontier import policy_of
+
     graph, point = search.frontier.graph, search.points[answer.place]
     policy = policy_of(graph, point.schedule)
     least = min(range(len(search.points)), key=search.predicted)
     memory = search.known[answer.place]
     phase = search.phase(answer.place)
     notes = []
-    if phase == _peak.UPDATE:
+    if phase == UPDATE:
         notes.append(
             "the peak is in the update of the parameters, so recomputing more cannot lower it"
         )
@@ -360,6 +373,8 @@ def _answered(search: Search, answer: Answer) -> Plan:
 
 
 def _by_module(graph: CostGraph, schedule: Sequence[Segment]) -> tuple[ModulePlan, ...]:
+    from remat_kit._planner.simulate import Simulation
+
     saved: dict[str, list[float]] = {}
     unknown: dict[str, dict[str, None]] = {}
     again: set[str] = set()

@@ -26,7 +26,7 @@ import jax
 
 from remat_kit._apply.decorate import policy as apply
 from remat_kit._chip.compile import compile_program
-from remat_kit._chip.memory import Memory
+from remat_kit._chip.memory import Memory, temporaries
 from remat_kit._chip.target import Target
 from remat_kit._compiled import hlo as _hlo
 from remat_kit._compiled import peak as _peak
@@ -150,17 +150,6 @@ def check_reachable(
             f"`{call}(..., budget={given!r})`: the {what} alone take {needed}",
             hint=f"recomputing cannot reduce these; {_FORMS}",
         )
-
-
-def temporaries(memory: Memory) -> int | None:
-    """Return the bytes of a program's temporaries.
-
-    If the compiler refuses the program because the chip has too little memory, the function takes
-    the bytes that the compiler says the program needs, less its arguments and results.
-    """
-    if memory.temp_bytes is not None or memory.needs_bytes is None:
-        return memory.temp_bytes
-    return max(0, memory.needs_bytes - memory.argument_bytes - memory.output_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
