@@ -27,7 +27,6 @@ from jax._src import (
     core,
     custom_derivatives,
     debugging,
-    dispatch,
     effects,
     linear_util,
     sharding_impls,
@@ -39,6 +38,7 @@ from jax._src import (
 # What is imported `as` itself is for `_backend.rewrites`, which defines primitives, and for
 # `_chip.lowering`, which compiles. They use it as 0.10.2 and 0.12 have it.
 from jax._src import compiler as compiler
+from jax._src import dispatch as dispatch
 from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax._src.lax import lax as lax_internal
 from jax._src.lax import windowed_reductions as windowed_reductions
@@ -1201,70 +1201,24 @@ MEMORY_FIELDS = (
 )
 
 
-# Barriers on some platforms: what comes out is there when all of what goes in is, and so are its
-# cotangents. Seen on 0.10.2, 0.12.
+# -- primitives of this package -------------------------------------------------------------
+# They are in `_backend`, under names of their own.
+
+_stands_for: dict[str, str] = {}
+
+
+def own_primitive(name: str, stands_for: str) -> Any:
+    """Return a new primitive that reports and policies treat as one of JAX's, named second."""
+    _stands_for[name] = stands_for
+    return core.Primitive(name)
+
+
+def name_of(primitive: Any) -> str:
+    """Return the name of a primitive, or that of JAX's primitive for which one of ours stands."""
+    name: str = primitive.name
+    return _stands_for.get(name, name)
 
 
 def lowering_platforms(backends: Sequence[str]) -> list[str]:
     """Return what lowering rules call these compilers: ``gpu`` stands for all kinds of GPUs."""
     return ["gpu" if backend == "cuda" else backend for backend in backends]
-
-
-def barrier(platforms: Sequence[str], *, backward_only: bool = False) -> Any:
-    """Return a barrier for these compilers; for all others, it is the identity."""
-    # Tangents have a barrier of their own, which lets go of those that nothing reads: their
-    # cotangents are zeros, for which no backward rule is to be called. What the primal program
-    # computes stays tied together even where a part of it is not read.
-    primitive, linear = (core.Primitive("optimization_barrier") for _ in range(2))
-
-    def behind(barrier: Any, values: Sequence[Any]) -> list[Any]:
-        return barrier.bind(*values) if values else []
-
-    def nonzero_only(barrier: Any, values: Sequence[Any]) -> list[Any]:
-        """A zero passes by: a barrier would make an array of it, which lives until it is used."""
-        there = iter(behind(barrier, [v for v in values if type(v) is not ad_util.Zero]))
-        return [v if type(v) is ad_util.Zero else next(there) for v in values]
-
-    def jvp(primals: Any, tangents: Any) -> Any:
-        # The same tracers, so that a scan keeps one stack of a value before and behind the barrier.
-        through = list(primals) if backward_only else behind(primitive, primals)
-        return through, nonzero_only(linear, tangents)
-
-    def transpose(cts: Any, *primals: Any) -> Any:
-        undefined = [ad.is_undefined_primal(p) for p in primals]
-        kept = [
-            ct if lin else ad_util.Zero(core.typeof(p))
-            for ct, lin, p in zip(cts, undefined, primals, strict=True)
-        ]
-        through = nonzero_only(primitive, kept)
-        return [None if type(ct) is ad_util.Zero else ct for ct in through]
-
-    def dce(used: Sequence[bool], *rest: Any) -> Any:
-        eqn = rest[-1]  # 0.12 says before which operands are alive
-        if not any(used):
-            return [False] * len(eqn.invars), None
-        ins, outs = (
-            [v for v, u in zip(variables, used, strict=True) if u]
-            for variables in (eqn.invars, eqn.outvars)
-        )
-        return list(used), eqn.replace(invars=ins, outvars=outs)
-
-    there = mlir.lower_fun(lambda *v: jax.lax.optimization_barrier(v), multiple_results=True)
-    none = mlir.lower_fun(lambda *v: v, multiple_results=True)
-    for each in (primitive, linear):
-        each.multiple_results = True
-        each.def_impl(functools.partial(dispatch.apply_primitive, each))
-        each.def_abstract_eval(lambda *avals: avals)
-        batching.primitive_batchers[each] = functools.partial(_batched_alike, each)
-        ad.primitive_jvps[each] = jvp
-        ad.primitive_transposes[each] = transpose
-        mlir.register_lowering(each, none)
-        for platform in lowering_platforms(platforms):
-            mlir.register_lowering(each, there, platform)
-    partial_eval.dce_rules[linear] = dce
-    return functools.partial(behind, primitive)
-
-
-def _batched_alike(primitive: Any, values: Any, dims: Any) -> Any:
-    """Batch an operation whose results are its operands."""
-    return primitive.bind(*values), dims

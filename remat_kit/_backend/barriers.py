@@ -7,6 +7,7 @@ and changes nothing on the others.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,87 @@ import jax
 import jax.numpy as jnp
 
 from remat_kit._backend import facts as _facts
-from remat_kit._jax import barrier
+from remat_kit._jax import (
+    ad,
+    ad_util,
+    batching,
+    core,
+    dispatch,
+    lowering_platforms,
+    mlir,
+    own_primitive,
+    partial_eval,
+)
+
+# -- the primitives -------------------------------------------------------------------------------
+
+
+def barrier(platforms: Sequence[str], *, backward_only: bool = False) -> Any:
+    """Return a barrier for these compilers; for all others, it is the identity.
+
+    The results are there when all operands are, and so are their cotangents. Seen on 0.10.2, 0.12.
+    """
+    # Tangents have a barrier of their own, which lets go of those that nothing reads: their
+    # cotangents are zeros, for which no backward rule is to be called. What the primal program
+    # computes stays tied together even where a part of it is not read.
+    primitive, linear = (
+        own_primitive("remat_kit_barrier", "optimization_barrier") for _ in range(2)
+    )
+
+    def behind(barrier: Any, values: Sequence[Any]) -> list[Any]:
+        return barrier.bind(*values) if values else []
+
+    def nonzero_only(barrier: Any, values: Sequence[Any]) -> list[Any]:
+        """A zero passes by: a barrier would make an array of it, which lives until it is used."""
+        there = iter(behind(barrier, [v for v in values if type(v) is not ad_util.Zero]))
+        return [v if type(v) is ad_util.Zero else next(there) for v in values]
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        # The same tracers, so that a scan keeps one stack of a value before and behind the barrier.
+        through = list(primals) if backward_only else behind(primitive, primals)
+        return through, nonzero_only(linear, tangents)
+
+    def transpose(cts: Any, *primals: Any) -> Any:
+        undefined = [ad.is_undefined_primal(p) for p in primals]
+        kept = [
+            ct if lin else ad_util.Zero(core.typeof(p))
+            for ct, lin, p in zip(cts, undefined, primals, strict=True)
+        ]
+        through = nonzero_only(primitive, kept)
+        return [None if type(ct) is ad_util.Zero else ct for ct in through]
+
+    def dce(used: Sequence[bool], *rest: Any) -> Any:
+        eqn = rest[-1]  # 0.12 says before which operands are alive
+        if not any(used):
+            return [False] * len(eqn.invars), None
+        ins, outs = (
+            [v for v, u in zip(variables, used, strict=True) if u]
+            for variables in (eqn.invars, eqn.outvars)
+        )
+        return list(used), eqn.replace(invars=ins, outvars=outs)
+
+    there = mlir.lower_fun(lambda *v: jax.lax.optimization_barrier(v), multiple_results=True)
+    none = mlir.lower_fun(lambda *v: v, multiple_results=True)
+    for each in (primitive, linear):
+        each.multiple_results = True
+        each.def_impl(functools.partial(dispatch.apply_primitive, each))
+        each.def_abstract_eval(lambda *avals: avals)
+        batching.primitive_batchers[each] = functools.partial(_batched_alike, each)
+        ad.primitive_jvps[each] = jvp
+        ad.primitive_transposes[each] = transpose
+        mlir.register_lowering(each, none)
+        for platform in lowering_platforms(platforms):
+            mlir.register_lowering(each, there, platform)
+    partial_eval.dce_rules[linear] = dce
+    return functools.partial(behind, primitive)
+
+
+def _batched_alike(primitive: Any, values: Any, dims: Any) -> Any:
+    """Batch an operation whose results are its operands."""
+    return primitive.bind(*values), dims
+
+
+# -- the barriers of plans -------------------------------------------------------------------------
 
 # Each barrier stands for the compilers of one fact. XLA's CPU compiler, for example, does not need
 # `together` and would use a little more memory with it. We do not use JAX's own barrier because JAX

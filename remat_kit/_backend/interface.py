@@ -13,6 +13,7 @@ from remat_kit._backend.facts import Fact
 from remat_kit._backend.fusion import FusionFlow, Layout
 from remat_kit._program import ops as _ops
 from remat_kit._program.ops import is_fusible, is_rounding
+from remat_kit._program.program import primitive_name
 
 
 class Chip(Protocol):
@@ -114,7 +115,7 @@ class Backend:
 
         ``by_kernel`` says that a convolution is differentiated by its kernel.
         """
-        copied = by_kernel and eqn.primitive.name == "conv_general_dilated"
+        copied = by_kernel and primitive_name(eqn) == "conv_general_dilated"
         if copied and self.has(_facts.COPIES_CONVOLUTION_INPUTS):
             return _ops.nbytes(eqn.invars[0].aval)
         return 0

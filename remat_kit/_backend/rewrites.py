@@ -17,7 +17,17 @@ from remat_kit import _jax
 from remat_kit._backend import facts as _facts
 from remat_kit._backend.barriers import kernel_first
 from remat_kit._backend.facts import Fact
-from remat_kit._jax import ad, ad_util, batching, core, dispatch, mlir, rule_of, windowed_reductions
+from remat_kit._jax import (
+    ad,
+    ad_util,
+    batching,
+    core,
+    dispatch,
+    mlir,
+    own_primitive,
+    rule_of,
+    windowed_reductions,
+)
 
 # The derivative of a maximum over windows is a select-and-scatter, which XLA's GPU compiler does
 # not have. It scatters into an array of zeros as large as the pooled array instead. The zeros
@@ -61,12 +71,12 @@ def _pooled(primitive: Any, given: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def _like(primitive: Any) -> Any:
-    """Return a primitive with the name and the rules of another, but no transpose and no lowering.
+    """Return a primitive with the rules of another, but no transpose and no lowering.
 
     Both primitives of pooling are linear in their first argument, and no cotangent flows to the
     second one, the array that was pooled.
     """
-    made = core.Primitive(primitive.name)
+    made = own_primitive(f"remat_kit_{primitive.name}", primitive.name)
     made.def_impl(functools.partial(dispatch.apply_primitive, made))
     made.def_effectful_abstract_eval(primitive.abstract_eval)
 
@@ -184,7 +194,7 @@ def _conv_transpose(ct: Any, x: Any, kernel: Any, **params: Any) -> list[Any]:
     return ad.primitive_transposes[_CONV](ct, x, kernel, **params)
 
 
-_conv_p = core.Primitive(_CONV.name)
+_conv_p = own_primitive("remat_kit_conv", _CONV.name)
 
 
 _conv_p.def_impl(functools.partial(dispatch.apply_primitive, _conv_p))
@@ -205,7 +215,7 @@ batching.fancy_primitive_batchers[_conv_p] = batching.fancy_primitive_batchers[_
 # The derivative with respect to both arguments. The gradient of the kernel is computed first, so
 # that the arrays that it reads, often the largest of the program, can be freed before the cotangent
 # of the input is allocated. XLA's CPU compiler otherwise computes kernel gradients late.
-_both_p = core.Primitive("convolutions")
+_both_p = core.Primitive("remat_kit_convolutions")
 
 
 _both_p.def_impl(functools.partial(dispatch.apply_primitive, _both_p))
@@ -257,7 +267,7 @@ batching.primitive_batchers[_both_p] = _both_batch
 
 
 # The identity on the first argument, computed only after the second argument is there.
-_after_p = core.Primitive("after")
+_after_p = core.Primitive("remat_kit_after")
 
 
 _after_p.def_impl(lambda x, y: x)

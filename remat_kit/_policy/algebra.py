@@ -304,7 +304,7 @@ class Policy:
             )
         name = params.get("name") if prim.name == "name" else None
         value = Value(
-            primitives=(prim.name,),
+            primitives=(_jax.name_of(prim),),
             names=(name,) if isinstance(name, str) else (),
             primitive=prim,
             in_avals=in_avals,

@@ -277,7 +277,7 @@ def _evaluate(linear: Program, residuals: Sequence[Any], tangents: Sequence[Any]
         target = moving if read_tangents else known
         if read_tangents and not present:
             outs = [None] * len(eqn.outvars)
-        elif eqn.primitive.name == "optimization_barrier" and len(read_tangents) == len(eqn.invars):
+        elif _is_barrier(eqn) and len(read_tangents) == len(eqn.invars):
             # JAX cannot transpose a barrier if some of its inputs are symbolic zeros.
             passed = iter(_jax.bind(eqn, [read(v) for v in present]) if present else ())
             outs = [None if moving[v] is None else next(passed) for v in eqn.invars]
@@ -287,3 +287,7 @@ def _evaluate(linear: Program, residuals: Sequence[Any], tangents: Sequence[Any]
             outs = _jax.bind(eqn, [read(v) for v in eqn.invars])
         target.update(zip(eqn.outvars, outs, strict=True))
     return [None if isinstance(v, jec.Literal) else moving.get(v) for v in linear.outvars]
+
+
+def _is_barrier(eqn: Any) -> bool:
+    return _jax.name_of(eqn.primitive) == "optimization_barrier"

@@ -67,7 +67,7 @@ def reduces(eqn: Any) -> bool:
 
 def is_fusible(eqn: Any) -> bool:
     """Tell whether compilers fuse an operation into the operations that read its result."""
-    name = eqn.primitive.name
+    name = _jax.name_of(eqn.primitive)
     if name in _HEAVY or name in _program.SCATTERS or reduces(eqn):
         return False
     if is_kernel(eqn):
@@ -142,7 +142,7 @@ def flops(eqn: Any) -> float:
     * A kernel counts its own estimate, or without one its body times the size of its grid.
     * The equations that `unknown_costs` finds count nothing.
     """
-    name, params = eqn.primitive.name, eqn.params
+    name, params = _jax.name_of(eqn.primitive), eqn.params
     if name == "dot_general":
         (lhs_contract, _), _ = params["dimension_numbers"]
         k = math.prod(eqn.invars[0].aval.shape[d] for d in lhs_contract)
@@ -195,14 +195,14 @@ def is_kernel(eqn: Any) -> bool:
 
 
 def _is_opaque(eqn: Any) -> bool:
-    primitive = eqn.primitive
-    if primitive.name in _OPAQUE:
+    primitive, name = eqn.primitive, _jax.name_of(eqn.primitive)
+    if name in _OPAQUE:
         return True
     if primitive.name == "pallas_call":
         return _kernel_flops(eqn) is None
     if primitive.name == "name" or _jax.hi_primitive(eqn) is not None:
         return False
-    return not _jax.is_own_primitive(primitive.name) and not bodies(eqn)
+    return not _jax.is_own_primitive(name) and not bodies(eqn)
 
 
 def _kernel_flops(eqn: Any) -> float | None:

@@ -124,7 +124,7 @@ def producers(eqn: Any, position: int = 0) -> list[Any]:
 def primitive_name(eqn: Any) -> str:
     """Return the name of an equation's primitive; for a high-level one, the name of its class."""
     hi = _jax.hi_primitive(eqn)
-    return eqn.primitive.name if hi is None else type(hi).__name__
+    return _jax.name_of(eqn.primitive) if hi is None else type(hi).__name__
 
 
 class KeptName(str):

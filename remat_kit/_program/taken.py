@@ -210,7 +210,7 @@ def _after(eqn: Any, given: Sequence[_Mark], transposed: bool) -> list[_Mark]:
         return [_either(column) for column in zip(*marks, strict=True)]
     gradient = transposed or any(m.gradient for m in given)
     argument = any(m.argument for m in given) and not gradient
-    name = eqn.primitive.name
+    name = _jax.name_of(eqn.primitive)
     update = name in _SUMS and any(m.argument for m in given) and any(m.gradient for m in given)
     if name in _SAME:
         update = any(m.update for m in given)

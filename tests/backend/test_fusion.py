@@ -127,7 +127,7 @@ def test_the_gradient_of_a_tied_argument_is_there_before_the_backward_pass_goes_
                 made, taken = made | a, taken | b
             if eqn.primitive.name in ("dot_general", "transpose", "remat2", "checkpoint"):
                 made |= {v for v in eqn.outvars if v.aval.shape == shape}
-            if eqn.primitive.name == "optimization_barrier":
+            if eqn.primitive.name == "remat_kit_barrier":
                 taken |= {v for v in eqn.invars if v in made}
         return made, taken
 
