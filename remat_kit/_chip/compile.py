@@ -55,11 +55,13 @@ class Compiled:
     Attributes:
         memory: the memory that it needs.
         hlo_text: the optimized, scheduled HLO; None if the program does not fit on the chip.
+        chip: the chip that it was compiled for.
         offloaded_bytes: bytes that the traced program moves to the host's memory.
     """
 
     memory: Memory
     hlo_text: str | None = field(repr=False)
+    chip: Target
     offloaded_bytes: int = 0
 
 
@@ -230,7 +232,7 @@ def compile_program(
     key = _key(request, lowered.identity)
     answer, cached = _answer(request, key, chip, default_cache() if cache else None, call)
     memory = dataclasses.replace(_memory(answer, chip, cached, shapes), **added)
-    return Compiled(memory, answer.get("hlo"), _value.offloaded_bytes(program.traced.jaxpr))
+    return Compiled(memory, answer.get("hlo"), chip, _value.offloaded_bytes(program.traced.jaxpr))
 
 
 def _of_optimizer(
@@ -521,14 +523,14 @@ def _run_here(
                 f"`{call}(..., target='local')`: the compiler refused the program: {error}",
                 hint="try it with plain `jax.jit`; if it works there, please report this",
             ) from error
-        return Compiled(_memory({"refused": str(error)}, chip, False, shapes), None)
+        return Compiled(_memory({"refused": str(error)}, chip, False, shapes), None, chip)
     answer = {
         "compile_seconds": time.perf_counter() - start,
         "memory": _lowering.memory_stats_to_dict(compiled.memory_analysis()),
         "hlo": compiled.as_text() or "",
     }
     memory = _memory(answer, chip, False, shapes)
-    return Compiled(_with_run(memory, compiled, program), answer["hlo"])
+    return Compiled(_with_run(memory, compiled, program), answer["hlo"], chip)
 
 
 def _with_run(memory: Memory, compiled: Any, program: _traced.CompilableProgram) -> Memory:

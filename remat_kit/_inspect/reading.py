@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from remat_kit._chip.compile import Compiled
-from remat_kit._chip.target import target
 from remat_kit._compiled import duplicates as _duplicates
 from remat_kit._compiled import hlo as _hlo
 from remat_kit._compiled.duplicates import RecomputedOps
@@ -104,8 +103,7 @@ def read(compiled: Compiled, traced: TracedReading) -> Reading | None:
     """
     if compiled.hlo_text is None:
         return None
-    memory = compiled.memory
-    chip = target(memory.target)
+    memory, chip = compiled.memory, compiled.chip
     program = _hlo.parse(compiled.hlo_text)
     ops = _duplicates.recomputed_ops(program)
     parts = anatomy(program, memory.peak_bytes, platform=chip.platform)

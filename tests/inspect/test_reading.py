@@ -1,11 +1,14 @@
 """A compiled program read back beside its traced program."""
 
+import dataclasses
 import time
 
+import jax.numpy as jnp
 import pytest
 from compiled_programs import TARGETS, gpt, needs
 from zoo import load
 
+import remat_kit
 from remat_kit import inspect
 from remat_kit._chip.compile import compile_program
 from remat_kit._inspect.reading import TracedReading, read
@@ -23,6 +26,16 @@ def test_duplicates_in_the_compiled_program(target):
     # once in the text, three times in the run
     assert up[0]["flops"] == pytest.approx(3 * 2 * 4 * 16 * 32 * 128, rel=0.01)
     assert target == "tpu-v5e" or up[0]["bytes"] > 0  # so small that it stays in vector memory
+
+
+def test_a_chip_of_ones_own_is_read_with_its_own_figures():
+    known = remat_kit.target("cpu")
+    mine = dataclasses.replace(
+        known, name="mine", bandwidth_bytes_per_second=known.bandwidth_bytes_per_second / 1000
+    )
+    fn, x = (lambda x: (x * 2).sum()), jnp.ones((256, 256))
+    fast, slow = (inspect(fn, x, target=chip).readings[chip.name] for chip in (known, mine))
+    assert slow.estimate.seconds > 100 * fast.estimate.seconds
 
 
 @pytest.mark.slow
