@@ -41,14 +41,15 @@ from remat_kit._planner import mincut as _mincut
 from remat_kit._planner import proposals as _proposals
 from remat_kit._planner import simulate as _simulate
 from remat_kit._planner.graph import CostGraph, Equation
-from remat_kit._planner.simulate import LoopPlan, Segment, Simulated, simulate
+from remat_kit._planner.simulate import Simulated, simulate
 from remat_kit._policy.algebra import Decision
 from remat_kit._policy.patterns import path_matches
 from remat_kit._policy.reading import as_policy
+from remat_kit._policy.schedule import LoopPart, LoopPlan, Segment
 from remat_kit._program import ops as _ops
 from remat_kit._program import value as _value
 
-Schedule = tuple[Segment, ...]
+Schedule = tuple[Segment[int], ...]
 Range = tuple[int, int]
 
 POLICIES = ("nothing", "dots", "dots_no_batch")
@@ -747,7 +748,7 @@ def preset(graph: CostGraph, at: str, policy: Any) -> Schedule | None:
         at: the module paths of the blocks.
         policy: as `remat_kit.policy` takes it.
     """
-    found: list[Segment] = []
+    found: list[Segment[int]] = []
     done = 0
     for first, stop in block_ranges(graph, at):
         if first > done:
@@ -921,18 +922,20 @@ def _in_scans(graph: CostGraph, at: str | None) -> Iterator[tuple[str, Schedule 
         yield f"knapsack {budget}", _with_plans(graph, functools.partial(_budget_plan, budget))
 
 
-def _with_plans(graph: CostGraph, plan: Callable[[Equation], LoopPlan | None]) -> Schedule | None:
+def _with_plans(
+    graph: CostGraph, plan: Callable[[Equation], LoopPlan[int] | None]
+) -> Schedule | None:
     plans = [(e.index, plan(e)) for e in graph.equations if _is_long(e)]
     loops = tuple((i, p) for i, p in plans if p is not None)
     return (Segment(0, len(graph.equations), plain=True, loops=loops),) if loops else None
 
 
-def _group_plan(e: Equation, group: int) -> LoopPlan:
+def _group_plan(e: Equation, group: int) -> LoopPlan[int]:
     assert e.loop is not None
     body = Segment(0, len(e.loop.graph.equations), plain=True)
     if group == 1:
         body = dataclasses.replace(body, plain=False)
-    return LoopPlan(((e.loop.length, group, (body,)),))
+    return (LoopPart(e.loop.length, group, (body,)),)
 
 
 def _sqrt_group(e: Equation) -> int:
@@ -959,18 +962,18 @@ def _loop(e: Equation) -> _graph.Loop:
     return e.loop
 
 
-def _body_plan(policy: str, at: str, e: Equation) -> LoopPlan | None:
+def _body_plan(policy: str, at: str, e: Equation) -> LoopPlan[int] | None:
     loop = _loop(e)
     if not any(_block_of(inner, at) for inner in loop.graph.equations):
         return None
     stop = len(loop.graph.equations)
     body = Segment(0, stop, save=_chosen(loop.graph, 0, stop, policy))
-    return LoopPlan(((loop.length, 1, (body,)),))
+    return (LoopPart(loop.length, 1, (body,)),)
 
 
-def _budget_plan(budget: float, e: Equation) -> LoopPlan:
+def _budget_plan(budget: float, e: Equation) -> LoopPlan[int]:
     loop = _loop(e)
-    return LoopPlan(((loop.length, 1, knapsack(loop.graph, budget)),))
+    return (LoopPart(loop.length, 1, knapsack(loop.graph, budget)),)
 
 
 # -- the table --------------------------------------------------------------------------------

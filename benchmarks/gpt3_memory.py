@@ -7,7 +7,7 @@ all of them are there before the update begins. On one chip the layers are narro
 and as a scan; with GPT-3's width of 12,288 they are a scan on a slice of 64 TPUs v5p. Scans are
 planned too, for fractions of what is in memory without a plan.
 What is drawn are the bytes alive at each step of the compiled schedule; nothing is run. A scan's
-body stands once in the schedule, so its stretch is short though it runs 72 times. Compiled answers
+body stands once in the schedule, so its part is short though it runs 72 times. Compiled answers
 are kept on disk; without them the whole takes about half an hour on two cores.
 
     python benchmarks/gpt3_memory.py --json benchmarks/results/gpt3_memory.json \\
@@ -219,15 +219,15 @@ def phases_of(parts: Anatomy) -> list[str]:
 
 
 def points(alive: Sequence[int]) -> Iterator[int]:
-    """Yield the fullest step of each of at most ``POINTS`` stretches.
+    """Yield the fullest step of each of at most ``POINTS`` intervals.
 
     >>> list(points([3, 1, 2]))
     [0, 1, 2]
     """
     count = min(POINTS, len(alive))
     for i in range(count):
-        stretch = range(i * len(alive) // count, (i + 1) * len(alive) // count)
-        yield max(stretch, key=lambda s: (alive[s], -s))
+        interval = range(i * len(alive) // count, (i + 1) * len(alive) // count)
+        yield max(interval, key=lambda s: (alive[s], -s))
 
 
 def rendered(report: Mapping[str, Any]) -> str:

@@ -6,7 +6,6 @@ jitted function. Structural policies merge such regions or leave some of them ou
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -15,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.extend.core as jec
-import jax.numpy as jnp
 
 from remat_kit import _jax
 from remat_kit._apply import run_schedule as _run_schedule
+from remat_kit._apply import scans as _scans
 from remat_kit._apply.region import run_region
 from remat_kit._errors import PolicyError, UserError, unknown
 from remat_kit._policy import algebra as _algebra
@@ -96,8 +95,8 @@ class BlockCutter:
         program = _program.without_region_boundaries(program)
         _schedule.check(plan.program, program, strict=plan.strict, call=self.app.call)
         cse = not self.loop if self.prevent_cse is None else bool(self.prevent_cse)
-        segments = _schedule.read(plan.lines, program, call=self.app.call)
-        return _run_schedule.run(program, segments, args, prevent_cse=cse)
+        schedule = _schedule.read(plan.lines, program, call=self.app.call)
+        return _run_schedule.run(program, schedule, args, prevent_cse=cse)
 
     def nothing_at(self, program: Program) -> Exception:
         paths = {"/".join(p) for p in _module_paths(program.eqns, program.base)}
@@ -224,11 +223,51 @@ class BlockCutter:
         inside = (b for body in _program.bodies(eqn) for b in self.matches(body.jaxpr.eqns, path))
         if enter is None or next(inside, None) is None:
             return _jax.bind(eqn, values)
-        with _scoped(path[len(base) :]):
+        with _scans.scoped(path[len(base) :]):
             return enter(self, eqn, values, path)
 
-    def scan(self, eqn: Any, values: list[Any], path: Path) -> list[Any]:
-        return _Scan(self, eqn, values, path).run()
+    def scan(self, eqn: Any, values: list[Any], path: Path, *, whole: bool = False) -> list[Any]:
+        """Run a scan with regions; if ``whole``, its whole body is a block."""
+        loop, self.loop = self.loop, True
+        try:
+            parts = self.parts(eqn, path, whole)
+            return _scans.run(eqn, values, parts, unroll=eqn.params["unroll"])
+        finally:
+            self.loop = loop
+
+    def parts(self, eqn: Any, path: Path, whole: bool) -> list[_scans.Part]:
+        """Return the iterations of a scan with the regions that the structure asks for."""
+        program, length = Program.of(eqn.params["jaxpr"], path), eqn.params["length"]
+
+        def plain(args: Sequence[Any]) -> list[Any]:
+            return evaluate(program, args)
+
+        def regions(args: Sequence[Any]) -> list[Any]:
+            if whole:
+                return self.region(program, args, self.keep)
+            app = dataclasses.replace(self.app, policy=self.keep)
+            return BlockCutter(app, loop=True, prevent_cse=self.prevent_cse).within(program, args)
+
+        def around(keep: Policy) -> Callable[[_scans.Body, Sequence[Any]], list[Any]]:
+            def region(fn: _scans.Body, args: Sequence[Any]) -> list[Any]:
+                return self.region(_traced(lambda *args: fn(args), args, path), args, keep)
+
+            return region
+
+        structure = self.structure
+        if length == 0:  # nothing to group
+            return [_scans.Part(0, plain)]
+        if isinstance(structure, _structural.Uniform):
+            return [_scans.Part(length, plain, structure.n, around(self.keep))]
+        if isinstance(structure, _structural.Nested):
+            size = structure.group or math.isqrt(length)
+            return [_scans.Part(length, regions, size, around(_NOTHING))]
+        if isinstance(structure, _structural.Block):
+            first = min(max(structure.n - self.blocks, 0), length)
+            self.blocks += length
+            parts = _scans.Part(first, regions), _scans.Part(length - first, plain)
+            return [part for part in parts if part.times]
+        return [_scans.Part(length, regions)]
 
     def cond(self, eqn: Any, values: list[Any], path: Path) -> list[Any]:
         def branch(jaxpr: Any) -> Callable[..., Any]:
@@ -256,8 +295,8 @@ class BlockCutter:
             path = program.path(eqn)
             if eqn.primitive.name != "scan":
                 return _jax.bind(eqn, values)
-            with _scoped(path[len(program.base) :]):
-                return _Scan(self, eqn, values, path, whole=True).run()
+            with _scans.scoped(path[len(program.base) :]):
+                return self.scan(eqn, values, path, whole=True)
 
         return evaluate(program, args, step)
 
@@ -273,119 +312,11 @@ _ENTER: dict[str, Callable[..., list[Any]]] = {
 _NOTHING = _algebra.save(_selectors.nothing)
 
 
-class _Scan:
-    """Rebuilds a scan as one or several loops with regions in their bodies."""
-
-    def __init__(
-        self, cutter: BlockCutter, eqn: Any, values: list[Any], path: Path, *, whole: bool = False
-    ):
-        consts, carried = _jax.scan_arity(eqn)
-        self.cutter = cutter
-        self.consts = values[:consts]
-        self.carry = tuple(values[consts : consts + carried])
-        self.xs = tuple(values[consts + carried :])
-        self.length: int = eqn.params["length"]
-        self.reverse: bool = eqn.params["reverse"]
-        self.unroll = eqn.params["unroll"]
-        self.program = Program.of(eqn.params["jaxpr"], path)
-        self.whole = whole
-
-    def run(self) -> list[Any]:
-        loop, self.cutter.loop = self.cutter.loop, True
-        if self.reverse:
-            self.xs = jax.tree.map(lambda x: jnp.flip(x, 0), self.xs)
-        try:
-            carry, ys = self.loops()
-        finally:
-            self.cutter.loop = loop
-        if self.reverse:
-            ys = jax.tree.map(lambda y: jnp.flip(y, 0), ys)
-        return [*carry, *ys]
-
-    def loops(self) -> tuple[Any, Any]:
-        structure = self.cutter.structure
-        if self.length == 0:  # nothing to group
-            return self.loop(self.plain, self.carry, self.xs, 0)
-        if isinstance(structure, _structural.Uniform):
-            return self.grouped(structure.n, self.plain)
-        if isinstance(structure, _structural.Nested):
-            return self.grouped(structure.group or math.isqrt(self.length), self.regions)
-        if isinstance(structure, _structural.Block):
-            first = min(max(structure.n - self.cutter.blocks, 0), self.length)
-            self.cutter.blocks += self.length
-            return self.chained([(self.regions, 0, first), (self.plain, first, self.length)])
-        return self.loop(self.regions, self.carry, self.xs, self.length)
-
-    def plain(self, args: Sequence[Any]) -> list[Any]:
-        return evaluate(self.program, args)
-
-    def regions(self, args: Sequence[Any]) -> list[Any]:
-        if self.whole:
-            return self.cutter.region(self.program, args, self.cutter.keep)
-        app = dataclasses.replace(self.cutter.app, policy=self.cutter.keep)
-        cutter = BlockCutter(app, loop=True, prevent_cse=self.cutter.prevent_cse)
-        return cutter.within(self.program, args)
-
-    def loop(self, body: Callable[..., Any], carry: Any, xs: Any, length: int) -> tuple[Any, Any]:
-        def step(carry: Any, x: Any) -> tuple[Any, Any]:
-            outs = body([*self.consts, *carry, *x])
-            return tuple(outs[: len(carry)]), tuple(outs[len(carry) :])
-
-        return jax.lax.scan(step, carry, xs, length=length, unroll=max(1, min(self.unroll, length)))
-
-    def grouped(self, size: int, body: Callable[..., Any]) -> tuple[Any, Any]:
-        """Run groups of ``size`` iterations, each group as one region; the last may be shorter."""
-        groups, rest = divmod(self.length, size)
-        done = groups * size
-
-        def group(length: int) -> Callable[[Any, Any], tuple[Any, Any]]:
-            def run(carry: Any, xs: Any) -> tuple[Any, Any]:
-                args, tree = jax.tree.flatten((self.consts, carry, xs))
-
-                def inner(*args: Any) -> Any:
-                    consts, carry, xs = jax.tree.unflatten(tree, args)
-                    outer, self.consts = self.consts, consts
-                    try:
-                        return self.loop(body, carry, xs, length)
-                    finally:
-                        self.consts = outer
-
-                shapes = jax.eval_shape(inner, *args)
-                program = _traced(lambda *a: jax.tree.leaves(inner(*a)), args, self.program.base)
-                keep = self.cutter.keep if body == self.plain else _NOTHING
-                flat = self.cutter.region(program, args, keep)
-                return jax.tree.unflatten(jax.tree.structure(shapes), flat)
-
-            return run
-
-        head = jax.tree.map(lambda x: x[:done].reshape(groups, size, *x.shape[1:]), self.xs)
-        carry, ys = jax.lax.scan(group(size), self.carry, head, length=groups)
-        ys = jax.tree.map(lambda y: y.reshape(done, *y.shape[2:]), ys)
-        if rest:
-            carry, tail = group(rest)(carry, jax.tree.map(lambda x: x[done:], self.xs))
-            ys = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, tail)
-        return carry, ys
-
-    def chained(self, parts: Sequence[tuple[Callable[..., Any], int, int]]) -> tuple[Any, Any]:
-        """Run several loops one after the other, each over a slice of the iterations."""
-        carry, stacked = self.carry, []
-        for body, start, stop in parts:
-            if stop > start:
-                xs = jax.tree.map(lambda x: x[start:stop], self.xs)  # noqa: B023
-                carry, ys = self.loop(body, carry, xs, stop - start)
-                stacked.append(ys)
-        return carry, jax.tree.map(lambda *y: jnp.concatenate(y), *stacked)
-
-
 # -- parts of programs ------------------------------------------------------------------------
 
 
 def _traced(fn: Callable[..., Any], args: Sequence[Any], base: Path) -> Program:
     return Program.of(jax.make_jaxpr(fn)(*map(jax.typeof, args)), base)
-
-
-def _scoped(parts: Sequence[str]) -> Any:
-    return jax.named_scope("/".join(parts)) if parts else contextlib.nullcontext()
 
 
 def _module_paths(eqns: Sequence[Any], base: Path, *, enter: Any = ()) -> Iterator[Path]:

@@ -370,19 +370,34 @@ def _insert(
         same = all(a is b for a, b in zip(invars, eqn.invars, strict=True))
         out.append(eqn if same else eqn.replace(invars=invars))
         for var in eqn.outvars:
-            last = var
-            names = given.get(var, ())
-            for name in names:
-                out.append(name.replace(invars=[last]))
-                last = name.outvars[0]
-            if var in labels and names and _jax.can_be_renamed(names[-1]):
-                text = checkpoint_name_of(names[-1]) or ""
-                before = out[-1].invars[0]
-                out[-1] = _jax.renamed_equation(names[-1], KeptName(text, labels[var]), before)
-            elif var in labels:
-                fresh = type(var)(var.aval)
-                out.extend(_jax.name_equations(last, fresh, labels[var], eqn))
-                last = fresh
+            named, last = _with_names(var, eqn, given.get(var, ()), labels.get(var))
+            out.extend(named)
             if last is not var:
                 subst[var] = last
     return out, subst
+
+
+def _with_names(
+    var: Any, eqn: Any, names: Sequence[Any], text: str | None
+) -> tuple[list[Any], Any]:
+    """Return the equations that name a value, and the variable of the named value.
+
+    Args:
+        var: the value.
+        eqn: the equation that makes it.
+        names: the equations by which the user named it.
+        text: its label, or None.
+    """
+    out, last = [], var
+    for name in names:
+        out.append(name.replace(invars=[last]))
+        last = name.outvars[0]
+    if text is not None and names and _jax.can_be_renamed(names[-1]):
+        given = checkpoint_name_of(names[-1]) or ""
+        before = out[-1].invars[0]
+        out[-1] = _jax.renamed_equation(names[-1], KeptName(given, text), before)
+    elif text is not None:
+        fresh = type(var)(var.aval)
+        out.extend(_jax.name_equations(last, fresh, text, eqn))
+        last = fresh
+    return out, last

@@ -1,33 +1,29 @@
-"""Run a plan: the stretches of a traced program as regions, plain code and loops.
+"""Run a schedule: the segments of a traced program as regions, as plain code and as scans.
 
-What a plan says is in `remat_kit._policy.schedule`; here its stretches become functions under
-`run_region`, and each round of a scan runs the regions that its part of the plan asks for.
+`remat_kit._policy.schedule` says what a schedule is. Here each region becomes a function that
+`run_region` evaluates, and each scan that a schedule names runs part by part (`scans.run`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.extend.core as jec
-import jax.numpy as jnp
 
 from remat_kit import _jax
+from remat_kit._apply import scans as _scans
 from remat_kit._apply.labels import keep_labelled, label
 from remat_kit._apply.region import run_region
 from remat_kit._backend import rewrites as _rewrites
 from remat_kit._backend.barriers import computed_once, materialized, waiting_for_gradients
 from remat_kit._policy import algebra as _algebra
 from remat_kit._policy import selectors as _selectors
-from remat_kit._policy.schedule import GIVEN, LoopPart, Place, Stretch
+from remat_kit._policy.schedule import GIVEN, LoopPart, LoopPlan, Place, Schedule, Segment
 from remat_kit._program import program as _program
 from remat_kit._program.program import Program, flat_program
-
-# -- running it -----------------------------------------------------------------------------------
 
 _KEPT, _MOVED = "remat_kit plan: kept", "remat_kit plan: moved"
 
@@ -36,97 +32,157 @@ _NOTHING = _algebra.save(_selectors.nothing)
 
 
 def run(
-    program: Program,
-    schedule: Sequence[Stretch],
-    args: Sequence[Any],
-    *,
-    prevent_cse: bool,
-    start: int = 0,
-    around: Mapping[Place, int] | None = None,
-    depth: int = 0,
-    stacked: bool = False,
+    program: Program, schedule: Schedule[Place], args: Sequence[Any], *, prevent_cse: bool
 ) -> list[Any]:
     """Evaluate a flat program with the regions of a schedule.
 
     Args:
-        program: what to run.
-        schedule: stretches that cover the program.
-        args: one value or tracer for each of its arguments.
-        prevent_cse: as in `jax.checkpoint`.
-        start: the place of the program's first equation in the plan's count.
-        around: what the regions around the program keep, and how deep the first that does is.
-        depth: how many those are.
-        stacked: whether the program is the body of a scan, which keeps a stack of each value that
-            a derivative reads. A value behind a barrier is another one, so that there are none in
-            the forward pass.
+        program: the program.
+        schedule: segments that cover the program, as `remat_kit._policy.schedule.read` returns
+            them.
+        args: one value or tracer for each argument of the program.
+        prevent_cse: as for `jax.checkpoint`.
+
+    Returns:
+        One value for each output of the program.
     """
-    env = dict(zip(program.invars, (*program.consts, *args), strict=True))
-    made = {v for e in program.eqns for v in e.outvars}
-    regions = (program.eqns[s.start - start : s.stop - start] for s in schedule if not s.plain)
-    entering = {v for eqns in regions for e in eqns for v in e.invars if _is_var(v)}
-    last = _last_use(program)
-    first = _first_readers(program, schedule, start)
+    return _Run(program, schedule, args, _Surroundings(prevent_cse)).outputs()
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jec.Literal) else env[atom]
 
-    handed = set[Any]()  # by regions inside of this one
-    for stretch in schedule:
-        lo, hi = stretch.start - start, stretch.stop - start
-        eqns = [*map(_rewrites.lean_pooling, program.eqns[lo:hi])]
-        # What a region was given, its later stretches read once more.
-        shared = {*program.invars} if depth and lo else set()
-        reads = dict.fromkeys(v for e in eqns for v in e.invars if _is_var(v) and v in env)
-        tied = {v: env[v] for v in reads if first.get(v, stretch) is not stretch}
-        if stretch.plain:
-            env.update(materialized({v: env[v] for v in reads if v in shared}, stacked))
-            env.update(computed_once({v: env[v] for v in reads if v in handed}))
-            if tied:
-                env.update(
-                    waiting_for_gradients(
-                        {v: env[v] for v in reads if v in tied or v in made}, stacked
-                    )
-                )
-            loops = dict(stretch.loops)
-            for place, eqn in enumerate(eqns, stretch.start):
-                eqn = _rewrites.convolution_with_late_copies(eqn)
-                if entering.intersection(eqn.outvars):
-                    eqn = _rewrites.relu_by_output(eqn)
-                values = [read(v) for v in eqn.invars]
-                if place in loops:
-                    outs = _scan(program, eqn, values, loops[place])
-                else:
-                    outs = _jax.bind(eqn, values)
-                env.update(zip(eqn.outvars, outs, strict=True))
-            env.update(tied)
-            continue
-        wanted = {v for e in eqns for v in e.outvars if last.get(v, -1) >= hi}
-        same = _handed_through(eqns) if stacked else {}
-        wanted -= {*same}
-        part = _program.part(eqns, wanted, program.base)
-        env.update(
-            materialized({v: env[v] for v in part.invars if v in made or v in shared}, stacked)
-        )
+@dataclasses.dataclass(frozen=True)
+class _Surroundings:
+    """What is around a program that runs by a schedule.
+
+    Attributes:
+        prevent_cse: as for `jax.checkpoint`.
+        start: the index of the program's first equation, as the schedule counts equations.
+        depth: the number of regions around the program.
+        kept: what these regions save or offload, with the depth of the outermost one that does.
+        stacked: whether the program is the body of a scan. The scan then stacks each value that a
+            derivative reads over the iterations. A value behind a barrier is another value, with a
+            stack of its own, so the forward pass of the body has no barriers.
+    """
+
+    prevent_cse: bool
+    start: int = 0
+    depth: int = 0
+    kept: Mapping[Place, int] = dataclasses.field(default_factory=dict)
+    stacked: bool = False
+
+
+class _Run:
+    """One evaluation of a program with the regions of a schedule."""
+
+    def __init__(
+        self,
+        program: Program,
+        schedule: Schedule[Place],
+        args: Sequence[Any],
+        around: _Surroundings,
+    ):
+        self.program, self.schedule, self.around = program, schedule, around
+        self.env = dict(zip(program.invars, (*program.consts, *args), strict=True))
+        self.invars = {*program.invars}
+        self.made = {v for e in program.eqns for v in e.outvars}
+        self.last_use = _last_use(program)
+        self.from_regions = set[Any]()  # made by regions of this schedule inside another region
+        self.enters_regions = set[Any]()
+        self.first_reader: dict[Any, Segment[Place]] = {}  # of each argument
+        arguments = {*program.invars[len(program.consts) :]}  # constants have no gradient
+        for segment in schedule:
+            reads = _reads(self.equations(segment))
+            for v in arguments.intersection(reads):
+                self.first_reader.setdefault(v, segment)
+            if not segment.plain:
+                self.enters_regions.update(reads)
+
+    def outputs(self) -> list[Any]:
+        for segment in self.schedule:
+            eqns = [*map(_rewrites.lean_pooling, self.equations(segment))]
+            reads = [v for v in _reads(eqns) if v in self.env]
+            # An earlier segment reads these arguments too, so that their gradients are sums.
+            tied = {v: self.env[v] for v in reads if self.first_reader.get(v, segment) != segment}
+            if segment.plain:
+                self.plain(segment, eqns, reads, tied)
+            else:
+                self.region(segment, eqns, tied)
+            self.env.update(tied)
+        return [self.read(v) for v in self.program.outvars]
+
+    def equations(self, segment: Segment[Place]) -> Sequence[Any]:
+        start = self.around.start
+        return self.program.eqns[segment.start - start : segment.stop - start]
+
+    def read(self, atom: Any) -> Any:
+        return atom.val if isinstance(atom, jec.Literal) else self.env[atom]
+
+    def plain(
+        self,
+        segment: Segment[Place],
+        eqns: Sequence[Any],
+        reads: Sequence[Any],
+        tied: Collection[Any],
+    ) -> None:
+        """Evaluate a segment without a region."""
+        shared = self.shared(segment)
+        self.materialize(v for v in reads if v in shared)
+        self.env.update(computed_once({v: self.env[v] for v in reads if v in self.from_regions}))
+        self.wait(reads, tied)
+        loops = dict(segment.loops)
+        for place, eqn in enumerate(eqns, segment.start):
+            eqn = _rewrites.convolution_with_late_copies(eqn)
+            if self.enters_regions.intersection(eqn.outvars):
+                eqn = _rewrites.relu_by_output(eqn)
+            values = [self.read(v) for v in eqn.invars]
+            if place in loops:
+                outs = _scan(self.program, eqn, values, loops[place])
+            else:
+                outs = _jax.bind(eqn, values)
+            self.env.update(zip(eqn.outvars, outs, strict=True))
+
+    def region(self, segment: Segment[Place], eqns: Sequence[Any], tied: Collection[Any]) -> None:
+        """Evaluate a segment as one region, which may contain regions."""
+        stop, around = segment.stop - self.around.start, self.around
+        wanted = {v for e in eqns for v in e.outvars if self.last_use.get(v, -1) >= stop}
+        same = _handed_through(eqns) if around.stacked else {}
+        part = _program.part(eqns, wanted - {*same}, self.program.base)
+        shared = self.shared(segment)
+        self.materialize(v for v in part.invars if v in self.made or v in shared)
+        self.wait(part.invars, tied)
+        values = [self.env[v] for v in part.invars]
+        if segment.inside:
+            outs = _around_regions(part, segment, values, around)
+        else:
+            given = {self.program.invars[p] for e, p in segment.offload if e == GIVEN}
+            outs = _region(part, segment, values, given, around)
+        self.env.update(zip(part.outvars, outs, strict=True))
+        self.env.update((v, self.env[source]) for v, source in same.items())
+        if around.depth:
+            self.env.update(_labelled(part, segment, self.env, around))
+            self.from_regions.update(part.outvars)
+
+    # .. barriers
+
+    def shared(self, segment: Segment[Place]) -> Collection[Any]:
+        """Return the inputs of the region around the program that this segment may read again."""
+        return self.invars if self.around.depth and segment.start > self.around.start else ()
+
+    def materialize(self, variables: Iterable[Any]) -> None:
+        self.env.update(materialized({v: self.env[v] for v in variables}, self.around.stacked))
+
+    def wait(self, reads: Sequence[Any], tied: Collection[Any]) -> None:
+        """Make the derivative of a segment wait for the gradients that it adds to."""
         if tied:
-            env.update(
-                waiting_for_gradients(
-                    {v: env[v] for v in part.invars if v in tied or v in made}, stacked
-                )
-            )
-        values = [env[v] for v in part.invars]
-        given = {program.invars[p]: p for e, p in stretch.offload if e == GIVEN}
-        outs = _region(part, stretch, values, prevent_cse, given, around or {}, depth)
-        env.update(zip(part.outvars, outs, strict=True))
-        env.update((v, env[source]) for v, source in same.items())
-        if depth:
-            env.update(_labelled(part, stretch, env, around or {}, depth))
-            handed.update(part.outvars)
-        env.update(tied)
-    return [read(v) for v in program.outvars]
+            values = {v: self.env[v] for v in reads if v in tied or v in self.made}
+            self.env.update(waiting_for_gradients(values, self.around.stacked))
+
+
+def _reads(eqns: Sequence[Any]) -> dict[Any, None]:
+    return dict.fromkeys(v for e in eqns for v in e.invars if _is_var(v))
 
 
 def _handed_through(eqns: Sequence[Any]) -> dict[Any, Any]:
-    """Map what is an input of a region by another name to that input."""
+    """Map each output of a region that is one of its inputs under another name to that input."""
     inside = {v for e in eqns for v in e.outvars}
     found: dict[Any, Any] = {}
     for eqn in eqns:
@@ -137,31 +193,74 @@ def _handed_through(eqns: Sequence[Any]) -> dict[Any, Any]:
     return found
 
 
-def _labelled(
+def _last_use(program: Program) -> dict[Any, int]:
+    last = {v: i for i, e in enumerate(program.eqns) for v in e.invars if _is_var(v)}
+    return last | {v: len(program.eqns) for v in program.outvars if _is_var(v)}
+
+
+def _is_var(atom: Any) -> bool:
+    return not isinstance(atom, jec.Literal)
+
+
+# -- regions --------------------------------------------------------------------------------------
+
+
+def _region(
     part: Program,
-    stretch: Stretch,
-    env: Mapping[Any, Any],
-    around: Mapping[Place, int],
-    depth: int,
+    segment: Segment[Place],
+    values: Sequence[Any],
+    given: Collection[Any],
+    around: _Surroundings,
+) -> list[Any]:
+    """Run one region without regions inside; its inputs ``given`` wait in the host's memory."""
+    names = _names(segment, around)
+    rules = [_rule(name) for name in dict.fromkeys(names.values())]
+    policy = _algebra.first(*rules) if len(rules) > 1 else (rules or [_NOTHING])[0]
+    named = _named(part, segment, names, given)
+    return run_region(named, policy, values, prevent_cse=around.prevent_cse, full=False)
+
+
+def _around_regions(
+    part: Program, segment: Segment[Place], values: Sequence[Any], around: _Surroundings
+) -> list[Any]:
+    """Run one region around smaller segments."""
+    depth, cse = around.depth, around.prevent_cse
+    kept = dict.fromkeys(sorted(segment.kept), depth) | dict(around.kept)
+    inside = _Surroundings(cse, segment.start, depth + 1, kept)
+
+    def inner(*args: Any) -> list[Any]:
+        return _Run(part, segment.inside, args, inside).outputs()
+
+    region = _jax.checkpoint(inner, prevent_cse=cse, policy=_keeping(depth) if kept else None)
+    return _jax.without_integer_tangents(region(*values))
+
+
+def _labelled(
+    part: Program, segment: Segment[Place], env: Mapping[Any, Any], around: _Surroundings
 ) -> dict[Any, Any]:
-    """Put the labels of what a region keeps on what it hands on, for the regions around it: of a
-    region inside of another JAX keeps nothing but what that one's own derivative reads.
+    """Label what a region saves among the outputs that it hands on, for the regions around it.
+
+    Of a region inside another region, JAX saves nothing but what the inner region's own derivative
+    reads.
     """
-    names = _names(stretch, around, depth)
+    names = _names(segment, around)
     found = {}
-    for place, eqn in enumerate(part.eqns, stretch.start):
+    for place, eqn in enumerate(part.eqns, segment.start):
         for position, var in enumerate(eqn.outvars):
             if (place, position) in names and var in part.outvars:
                 found[var] = _jax.checkpoint_name(env[var], _label(names[place, position]))
     return found
 
 
-def _names(stretch: Stretch, around: Mapping[Place, int], depth: int) -> dict[Place, str]:
-    """The names of what a region keeps, which say how deep the outermost is that does."""
+def _names(segment: Segment[Place], around: _Surroundings) -> dict[Place, str]:
+    """Return the names of what a region saves or offloads.
+
+    A name says at which depth the outermost region is that saves the value.
+    """
     return {
-        place: _name(what, around.get(place, depth))
-        for what, places in ((_KEPT, stretch.save), (_MOVED, stretch.offload))
-        for place in places
+        place: _name(what, around.kept.get(place, around.depth))
+        for what, places in ((_KEPT, segment.save), (_MOVED, segment.offload))
+        for place in sorted(places)
     }
 
 
@@ -176,64 +275,9 @@ def _label(name: str) -> str:
     return text
 
 
-def _first_readers(program: Program, schedule: Sequence[Stretch], start: int) -> dict[Any, Stretch]:
-    """Return the first stretch that reads each argument; constants have no gradient."""
-    given = {*program.invars[len(program.consts) :]}
-    found: dict[Any, Stretch] = {}
-    for stretch in schedule:
-        for eqn in program.eqns[stretch.start - start : stretch.stop - start]:
-            for v in eqn.invars:
-                if _is_var(v) and v in given:
-                    found.setdefault(v, stretch)
-    return found
-
-
-def _last_use(program: Program) -> dict[Any, int]:
-    last = {v: i for i, e in enumerate(program.eqns) for v in e.invars if _is_var(v)}
-    return last | {v: len(program.eqns) for v in program.outvars if _is_var(v)}
-
-
-def _is_var(atom: Any) -> bool:
-    return not isinstance(atom, jec.Literal)
-
-
-def _region(
-    part: Program,
-    stretch: Stretch,
-    values: Sequence[Any],
-    prevent_cse: bool,
-    given: Collection[Any],
-    around: Mapping[Place, int],
-    depth: int,
-) -> list[Any]:
-    """Run one region; those of its inputs that are ``given`` wait in the host's memory."""
-    if stretch.inside:
-        kept = dict.fromkeys((*stretch.save, *stretch.offload), depth) | dict(around)
-
-        def inner(*args: Any) -> list[Any]:
-            return run(
-                part,
-                stretch.inside,
-                args,
-                prevent_cse=prevent_cse,
-                start=stretch.start,
-                around=kept,
-                depth=depth + 1,
-            )
-
-        policy = _keeping(depth) if kept else None
-        region = _jax.checkpoint(inner, prevent_cse=prevent_cse, policy=policy)
-        return _jax.without_integer_tangents(region(*values))
-    names = _names(stretch, around, depth)
-    rules = [_rule(name) for name in dict.fromkeys(names.values())]
-    policy = _algebra.first(*rules) if len(rules) > 1 else (rules or [_NOTHING])[0]
-    named = _named(part, stretch, names, given)
-    return run_region(named, policy, values, prevent_cse=prevent_cse, full=False)
-
-
 @functools.lru_cache
 def _keeping(depth: int) -> Any:
-    """Return the policy of a region around regions: it keeps what it or one around it keeps."""
+    """Return the policy of a region around regions: save what it or a region around it saves."""
     labels = [_label(_name(what, d)) for what in (_KEPT, _MOVED) for d in range(depth + 1)]
 
     def keep(prim: Any, /, *avals: Any, **params: Any) -> Any:
@@ -250,9 +294,9 @@ def _rule(name: str) -> Any:
 
 
 def _named(
-    part: Program, stretch: Stretch, names: Mapping[Place, str], given: Collection[Any]
+    part: Program, segment: Segment[Place], names: Mapping[Place, str], given: Collection[Any]
 ) -> Program:
-    """Put the names that carry the plan on the values that it keeps."""
+    """Give the values that a region saves or offloads the names by which its policy knows them."""
     if not names:
         return part
     subst: dict[Any, Any] = {}
@@ -270,10 +314,10 @@ def _named(
     def read(atom: Any) -> Any:
         return atom if isinstance(atom, jec.Literal) else subst.get(atom, atom)
 
-    for place, eqn in enumerate(part.eqns, stretch.start):
+    for place, eqn in enumerate(part.eqns, segment.start):
         eqns.append(eqn.replace(invars=[read(v) for v in eqn.invars]))
         for position, var in enumerate(eqn.outvars):
-            # Of an output that nothing reads there is nothing to keep.
+            # If nothing reads an output, there is nothing to save.
             if (place, position) in names and not isinstance(var, jec.DropVar):
                 carry(var, names[place, position], eqn)
     outvars = tuple(read(v) for v in part.outvars)
@@ -283,69 +327,20 @@ def _named(
 # -- scans ----------------------------------------------------------------------------------------
 
 
-def _scan(
-    program: Program, eqn: Any, values: Sequence[Any], parts: Sequence[LoopPart]
-) -> list[Any]:
-    consts, carried = _jax.scan_arity(eqn)
+def _scan(program: Program, eqn: Any, values: Sequence[Any], plan: LoopPlan[Place]) -> list[Any]:
     path = program.path(eqn)
-    given, carry = values[:consts], tuple(values[consts : consts + carried])
-    xs = tuple(values[consts + carried :])
-    if eqn.params["reverse"]:
-        xs = tuple(jnp.flip(x, 0) for x in xs)
     body = flat_program(eqn.params["jaxpr"], path)
-    stacked, done = [], 0
-    with _scoped(path[len(program.base) :]):
-        for part in parts:
-            some = tuple(x[done : done + part.times] for x in xs)
-            carry, ys = _iterations(body, part, given, carry, some)
-            stacked.append(ys)
-            done += part.times
-    ys = [y[0] if len(y) == 1 else jnp.concatenate(y) for y in zip(*stacked, strict=True)]
-    if eqn.params["reverse"]:
-        ys = [jnp.flip(y, 0) for y in ys]
-    return [*carry, *ys]
+    with _scans.scoped(path[len(program.base) :]):
+        return _scans.run(eqn, values, [_iterations(body, part) for part in plan])
 
 
-def _iterations(
-    body: Program, part: LoopPart, consts: Sequence[Any], carry: Any, xs: Any
-) -> tuple[Any, Any]:
-    def loop(consts: Any, carry: Any, xs: Any, length: int) -> tuple[Any, Any]:
-        def step(carry: Any, x: Any) -> tuple[Any, Any]:
-            outs = run(body, part.body, [*consts, *carry, *x], prevent_cse=False, stacked=True)
-            return tuple(outs[: len(carry)]), tuple(outs[len(carry) :])
+def _iterations(body: Program, part: LoopPart[Place]) -> _scans.Part:
+    around = _Surroundings(prevent_cse=False, stacked=True)
 
-        return jax.lax.scan(step, carry, xs, length=length)
+    def one(args: Sequence[Any]) -> list[Any]:
+        return _Run(body, part.body, args, around).outputs()
 
-    if part.group == 1:
-        return loop(consts, carry, xs, part.times)
+    def region(fn: _scans.Body, args: Sequence[Any]) -> list[Any]:
+        return _jax.checkpoint(lambda *args: fn(args), prevent_cse=False)(*args)
 
-    def group(size: int) -> Any:
-        def one(consts: Any, carry: Any, xs: Any) -> tuple[Any, Any]:
-            return loop(consts, carry, xs, size)
-
-        return _jax.checkpoint(one, prevent_cse=False)
-
-    groups, rest = divmod(part.times, part.group)
-    done = groups * part.group
-    head = jax.tree.map(lambda x: x[:done].reshape(groups, part.group, *x.shape[1:]), xs)
-    carry, ys = jax.lax.scan(
-        lambda c, x: group(part.group)(consts, c, x), carry, head, length=groups
-    )
-    ys = jax.tree.map(lambda y: y.reshape(done, *y.shape[2:]), ys)
-    if rest:
-        carry, tail = group(rest)(consts, carry, jax.tree.map(lambda x: x[done:], xs))
-        ys = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, tail)
-    return carry, ys
-
-
-def _scoped(parts: Sequence[str]) -> Any:
-    return jax.named_scope("/".join(parts)) if parts else contextlib.nullcontext()
-
-
-def innermost(schedule: Sequence[Stretch]) -> Iterator[Stretch]:
-    """Yield the stretches that hold no others, in order."""
-    for stretch in schedule:
-        if stretch.inside:
-            yield from innermost(stretch.inside)
-        else:
-            yield stretch
+    return _scans.Part(part.times, one, part.group, region if part.group > 1 else None)

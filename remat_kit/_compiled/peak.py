@@ -422,8 +422,8 @@ def _timeline(schedule: Schedule, found: Mapping[str, Origin], running: Sequence
 def _points(temporary: Sequence[int]) -> list[int]:
     """Divide the schedule into at most ``_POINTS`` intervals; return the fullest step of each."""
     n = len(temporary)
-    stretches = min(n, _POINTS)
-    bounds = [i * n // stretches for i in range(stretches + 1)] if n else []
+    parts = min(n, _POINTS)
+    bounds = [i * n // parts for i in range(parts + 1)] if n else []
     return [
         max(range(a, b), key=lambda s: (temporary[s], -s)) for a, b in itertools.pairwise(bounds)
     ]

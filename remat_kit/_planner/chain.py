@@ -44,7 +44,8 @@ import numpy as np
 
 from remat_kit._planner.graph import CostGraph
 from remat_kit._planner.mincut import TIME, Worth
-from remat_kit._planner.simulate import Segment, plain_keeps
+from remat_kit._planner.simulate import plain_keeps
+from remat_kit._policy.schedule import Segment
 
 # Maximum number of blocks of a region that contains no other region.
 LONGEST = 16
@@ -204,7 +205,7 @@ class Chain:
         self.worth = worth
         self.work = _exact(np.array(worth.equations(graph)))
         self.levels: dict[frozenset[int], Level] = {}
-        self.made_regions: dict[tuple[int, int, frozenset[int]], Segment] = {}
+        self.made_regions: dict[tuple[int, int, frozenset[int]], Segment[int]] = {}
         self.alone: dict[tuple[frozenset[int], int], list[list[tuple[float, float]]]] = {}
         self.cuts = list(cuts)
         self.count = len(cuts) - 1
@@ -213,37 +214,49 @@ class Chain:
             self.block[cuts[b] : cuts[b + 1]] = b
         self.ranges = [(cuts[b], cuts[b + 1]) for b in range(self.count)]
         self.forward = np.array([sum(self.work[lo:hi]) for lo, hi in self.ranges])
-        self.scans = np.array(
-            [any(e.loop for e in graph.equations[lo:hi]) for lo, hi in self.ranges]
-        )
         flowing = [self.cotangents(lo, hi) for lo, hi in self.ranges]
         self.flowing, self.flow_first, self.flow_last, self.flow_alone = np.array(flowing).T
-        self.needs = [
-            list(dict.fromkeys(t for e in graph.equations[lo:hi] for t in e.needs))
-            for lo, hi in self.ranges
-        ]
         self.producers = [t.producer for t in graph.tensors]
-        # The arrays that a recompute writes to memory and that some derivative reads.
-        tensors = graph.tensors
-        self.rebuilt = {s: tensors[s].bytes for t in graph.residuals for s in tensors[t].sources}
-        self.reads = [e.reads for e in graph.equations]
-        self.written = [
-            [(t, self.rebuilt[t]) for t in e.makes if t in self.rebuilt] for e in graph.equations
-        ]
-        self.made = [
-            sum(e.made_in_memory for e in graph.equations[lo:hi] if e.loop is None)
-            for lo, hi in self.ranges
-        ]
-        # For each array, the last block that reads it in its derivative when it is in no region.
-        self.plain_last = {
-            t: b for b, part in enumerate(self.ranges) for t in plain_keeps(graph, *part)
-        }
         # A block without a region saves those of its arrays in memory that some derivative reads.
         keep = plain_keeps(graph, 0, len(graph.equations))
         own = [float(graph.made_outside[lo:hi].sum()) for lo, hi in self.ranges]
-        level = self.level(frozenset(t for t in keep if graph.tensors[t].producer >= 0))
+        level = self.level(frozenset(t for t in keep if self.producers[t] >= 0))
         self.plain = np.array(own) + level.kept
         self.plain_out = level.out
+
+    @functools.cached_property
+    def scans(self) -> np.ndarray:
+        """Whether each block contains a scan."""
+        equations = self.graph.equations
+        return np.array([any(e.loop for e in equations[lo:hi]) for lo, hi in self.ranges])
+
+    @functools.cached_property
+    def needs(self) -> list[list[int]]:
+        """For each block, the arrays that its derivatives read."""
+        parts = (self.graph.equations[lo:hi] for lo, hi in self.ranges)
+        return [list(dict.fromkeys(t for e in part for t in e.needs)) for part in parts]
+
+    @functools.cached_property
+    def written(self) -> list[list[tuple[int, int]]]:
+        """For each equation, the arrays that a recompute writes to memory for some derivative.
+
+        Each array comes with its bytes.
+        """
+        tensors = self.graph.tensors
+        sizes = {s: tensors[s].bytes for t in self.graph.residuals for s in tensors[t].sources}
+        return [[(t, sizes[t]) for t in e.makes if t in sizes] for e in self.graph.equations]
+
+    @functools.cached_property
+    def made(self) -> list[int]:
+        """For each block, the bytes of the residuals that its derivatives make in a region."""
+        parts = (self.graph.equations[lo:hi] for lo, hi in self.ranges)
+        return [sum(e.made_in_memory for e in part if e.loop is None) for part in parts]
+
+    @functools.cached_property
+    def plain_last(self) -> dict[int, int]:
+        """For each array, the last block that reads it in its derivative when in no region."""
+        parts = (plain_keeps(self.graph, lo, hi) for lo, hi in self.ranges)
+        return {t: b for b, part in enumerate(parts) for t in part}
 
     @functools.cached_property
     def crossing(self) -> list[tuple[int, int, int]]:
@@ -313,7 +326,7 @@ class Chain:
         out, spared = (np.triu(np.cumsum(x[::-1], axis=0)[::-1]) for x in (out, spared))
         return Level(keep, kept, out, spared)
 
-    def region(self, first: int, last: int, keep: frozenset[int]) -> Segment:
+    def region(self, first: int, last: int, keep: frozenset[int]) -> Segment[int]:
         """Return a region of some blocks that saves those arrays of a set that it makes."""
         lo, hi = self.cuts[first], self.cuts[last + 1]
         found = self.made_regions.get((lo, hi, keep))
@@ -329,9 +342,9 @@ class Chain:
         are saved, so nothing runs again to make them.
         """
         rerun: list[int] = []
-        for i, reads in enumerate(self.reads):
+        for i, e in enumerate(self.graph.equations):
             bits = 1 << i
-            for t in reads:
+            for t in e.reads:
                 if t not in keep and self.producers[t] >= 0:
                     bits |= rerun[self.producers[t]]
             rerun.append(bits)

@@ -59,7 +59,8 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from remat_kit._planner.chain import Chain, Level
-from remat_kit._planner.simulate import LoopPlan, Segment, loop_cost
+from remat_kit._planner.simulate import loop_cost
+from remat_kit._policy.schedule import LoopPlan, Schedule, Segment
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -249,7 +250,7 @@ class Layer:
             if math.isfinite(self.value[first, length, -1]):
                 yield first + length
 
-    def segment(self, first: int, last: int, room: int) -> Segment:
+    def segment(self, first: int, last: int, room: int) -> Segment[int]:
         """Return the outer region over some blocks with the least work in ``room`` slots."""
         chain = self.chain
         inside, s = [], first
@@ -377,7 +378,7 @@ class Composer:
         self,
         chain: Chain,
         levels: Sequence[Level],
-        loops: dict[int, list[LoopPlan]],
+        loops: dict[int, list[LoopPlan[int]]],
         host_bandwidth: float = math.inf,
     ):
         self.chain = chain
@@ -435,9 +436,7 @@ class Composer:
 
     # .. the table: least extra work for blocks t.. with m slots of memory
 
-    def solve(
-        self, top: float, slots: int, layers: Sequence[Layer] = ()
-    ) -> list[tuple[Segment, ...]]:
+    def solve(self, top: float, slots: int, layers: Sequence[Layer] = ()) -> list[Schedule[int]]:
         """Return the schedules with the least work for each amount of memory up to ``top`` bytes.
 
         Args:
@@ -447,7 +446,7 @@ class Composer:
         """
         self.size, self.layers = top / slots, layers
         best, choice, chosen = self.table(slots)
-        found: dict[tuple[Segment, ...], None] = {}
+        found: dict[Schedule[int], None] = {}
         previous = math.inf
         for m in range(slots + 1):
             least = best[0][:, m].min()
@@ -533,7 +532,7 @@ class Composer:
         chosen: list[list[tuple[_Item, int]]],
         region: int,
         m: int,
-    ) -> tuple[Segment, ...]:
+    ) -> Schedule[int]:
         t, parts = 0, []
         while t < self.chain.count:
             item, follower = chosen[t][choice[t][region][m]]
@@ -542,7 +541,7 @@ class Composer:
             m, t, region = m - kept, item.last + 1, follower
         return joined(tuple(parts))
 
-    def segment(self, item: _Item, room: int) -> list[Segment]:
+    def segment(self, item: _Item, room: int) -> list[Segment[int]]:
         chain = self.chain
         lo, hi = chain.cuts[item.first], chain.cuts[item.last + 1]
         if item.form == "plain":
@@ -640,7 +639,7 @@ class Composer:
         kept = chain.needs[b] if item.form == "plain" else self.levels[item.level].keep
         return chain.making(b, kept)
 
-    def backtrack(self, s: int, t: int, room: int) -> tuple[Segment, ...]:
+    def backtrack(self, s: int, t: int, room: int) -> Schedule[int]:
         cuts, parts = self.chain.cuts, []
         size = self.size
         while s <= t:
@@ -672,9 +671,9 @@ def _plain_items(chain: Chain, first: int) -> Iterator[_Item]:
         yield _Item(first, j, "plain", -1, kept, stay, need - stay, 0.0)
 
 
-def joined(parts: tuple[Segment, ...]) -> tuple[Segment, ...]:
+def joined(parts: Schedule[int]) -> Schedule[int]:
     """Merge neighbouring segments without a region into one."""
-    merged: list[Segment] = []
+    merged: list[Segment[int]] = []
     for part in parts:
         if part.plain and merged and merged[-1].plain:
             last = merged.pop()

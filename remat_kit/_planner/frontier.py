@@ -58,10 +58,11 @@ from remat_kit._planner import proposals as _proposals
 from remat_kit._planner import simulate as _simulate
 from remat_kit._planner.graph import CostGraph
 from remat_kit._planner.point import Point
-from remat_kit._planner.simulate import Segment, Simulated
+from remat_kit._planner.simulate import Simulated
 from remat_kit._policy import patterns as _patterns
 from remat_kit._policy import schedule as _schedule
 from remat_kit._policy import structural as _structural
+from remat_kit._policy.schedule import LoopPart, Place, Schedule, Segment
 from remat_kit._policy.structural import Planned
 from remat_kit._program import ops as _ops
 from remat_kit._program import program as _program
@@ -322,7 +323,7 @@ def search_frontier(
         state = _step.state_of(optimizer, args, argnums, call)
         given += sum(_ops.nbytes(x) for x in jax.tree.leaves(state))
 
-    def point(schedule: tuple[Segment, ...]) -> Point:
+    def point(schedule: Schedule[int]) -> Point:
         cost = _simulate.simulate(graph, schedule)
         return _point(graph, schedule, cost, bounds, worth, given, made)
 
@@ -365,7 +366,7 @@ def _collection_put_off() -> Iterator[None]:
 
 def _point(
     graph: CostGraph,
-    schedule: tuple[Segment, ...],
+    schedule: Schedule[int],
     cost: Simulated,
     bounds: _bounds.Bounds,
     worth: _mincut.Worth,
@@ -475,8 +476,8 @@ def _ends(graph: CostGraph, text: str) -> list[int]:
 # -- from schedules to policies -------------------------------------------------------------------
 
 
-def policy_of(graph: CostGraph, schedule: Iterable[Segment]) -> Planned:
-    lines = _schedule.lines([_stretch(graph, s) for s in schedule])
+def policy_of(graph: CostGraph, schedule: Iterable[Segment[int]]) -> Planned:
+    lines = _schedule.lines([_by_place(graph, s) for s in schedule])
     return _structural.planned(_described(graph), *lines)
 
 
@@ -485,29 +486,26 @@ def _described(graph: CostGraph) -> str:
     return _schedule.describe(graph.program)
 
 
-def _stretch(graph: CostGraph, s: Segment) -> _schedule.Stretch:
-    def places(tensors: Iterable[int]) -> tuple[tuple[int, int], ...]:
-        return tuple(
-            sorted((graph.tensors[t].producer, graph.tensors[t].position) for t in tensors)
-        )  # for an argument, the producer is -1 and the position is its number
+def _by_place(graph: CostGraph, segment: Segment[int]) -> Segment[Place]:
+    """Return a segment that names activations by their places instead of by their tensors."""
 
-    loops = []
-    for equation, loop_plan in s.loops:
+    def places(tensors: Iterable[int]) -> frozenset[Place]:
+        # For an argument, the producer is -1 and the position is its number.
+        return frozenset((graph.tensors[t].producer, graph.tensors[t].position) for t in tensors)
+
+    def by_place(part: LoopPart[int], equation: int) -> LoopPart[Place]:
         loop = graph.equations[equation].loop
         assert loop is not None
-        parts = tuple(
-            _schedule.LoopPart(times, group, tuple(_stretch(loop.graph, b) for b in body))
-            for times, group, body in loop_plan.parts
-        )
-        loops.append((equation, parts))
-    return _schedule.Stretch(
-        start=s.start,
-        stop=s.stop,
-        save=places(s.save - s.offload),
-        offload=places(s.offload),
-        plain=s.plain,
-        inside=tuple(_stretch(graph, part) for part in s.inside),
-        loops=tuple(loops),
+        return LoopPart(part.times, part.group, tuple(_by_place(loop.graph, s) for s in part.body))
+
+    return Segment(
+        segment.start,
+        segment.stop,
+        save=places(segment.save),
+        offload=places(segment.offload),
+        plain=segment.plain,
+        inside=tuple(_by_place(graph, part) for part in segment.inside),
+        loops=tuple((i, tuple(by_place(part, i) for part in plan)) for i, plan in segment.loops),
     )
 
 

@@ -24,6 +24,7 @@ from remat_kit._chip.target import Target
 from remat_kit._chip.target import target as find_target
 from remat_kit._errors import UserError
 from remat_kit._policy import recipe as _recipe
+from remat_kit._policy.schedule import Segment
 from remat_kit._policy.structural import Planned
 from remat_kit._program import paths as _paths
 from remat_kit._program.gradient import Argnums
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from remat_kit._planner.graph import CostGraph
     from remat_kit._planner.point import Point
     from remat_kit._planner.search import Answer, Search
-    from remat_kit._planner.simulate import Segment
 
 # -- a plan ---------------------------------------------------------------------------------------
 
@@ -372,7 +372,7 @@ def _answered(search: Search, answer: Answer) -> Plan:
     )
 
 
-def _by_module(graph: CostGraph, schedule: Sequence[Segment]) -> tuple[ModulePlan, ...]:
+def _by_module(graph: CostGraph, schedule: Sequence[Segment[int]]) -> tuple[ModulePlan, ...]:
     from remat_kit._planner.simulate import Simulation
 
     saved: dict[str, list[float]] = {}
@@ -384,7 +384,7 @@ def _by_module(graph: CostGraph, schedule: Sequence[Segment]) -> tuple[ModulePla
 
     def count(
         graph: CostGraph,
-        segments: Sequence[Segment],
+        segments: Sequence[Segment[int]],
         times: int,
         carry: Sequence[tuple[int, int]] = (),
     ) -> None:
@@ -415,7 +415,7 @@ def _by_module(graph: CostGraph, schedule: Sequence[Segment]) -> tuple[ModulePla
             for equation, loop_plan in segment.loops:
                 loop = graph.equations[equation].loop
                 assert loop is not None
-                for rounds, _, body in loop_plan.parts:
+                for rounds, _, body in loop_plan:
                     count(loop.graph, body, times * rounds, loop.carry)
 
     count(graph, schedule, 1)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from remat_kit._planner.simulate import Segment, Simulated
+from remat_kit._planner.simulate import Simulated
+from remat_kit._policy.schedule import Schedule
 
 # -- the frontier ---------------------------------------------------------------------------------
 
@@ -60,7 +61,7 @@ class Point:
     forward_flops: float
     bound_extra_seconds: float
     gap: float
-    schedule: tuple[Segment, ...] = dataclasses.field(repr=False)
+    schedule: Schedule[int] = dataclasses.field(repr=False)
     cost: Simulated = dataclasses.field(repr=False)
 
     @property

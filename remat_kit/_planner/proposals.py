@@ -46,6 +46,7 @@ equations run three times.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,22 +57,24 @@ from remat_kit._planner.chain import Chain, coarser, positions, unbroken
 from remat_kit._planner.compose import RECURSIVE, Composer, Layer, joined
 from remat_kit._planner.graph import CostGraph, Loop
 from remat_kit._planner.mincut import TIME, Cutter, Worth
-from remat_kit._planner.simulate import LoopPlan, Segment, Simulated, closure, loop_cost, simulate
+from remat_kit._planner.simulate import Simulated, closure, loop_cost, simulate
+from remat_kit._policy.schedule import LoopPart, LoopPlan, Schedule, Segment
 
 _T = TypeVar("_T")
 
 
 # Limits on the number of equations, because planning should take a few seconds. Up to `_SMALL`, a
 # local search improves the schedules one change at a time. Up to `_SHORT`, the dynamic program runs
-# with more than one measure of work. Below `_MIDDLE` and below `_LONG`, more proposals are made.
-_SMALL, _SHORT, _MIDDLE, _LONG = 32, 128, 2000, 4500
+# with more than one measure of work. Below `_MIDDLE` and below `_LONG`, more proposals are made. Up
+# to `_TINY`, every chain of regions that save nothing is one.
+_TINY, _SMALL, _SHORT, _MIDDLE, _LONG = 8, 32, 128, 2000, 4500
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """A schedule, with the memory and the extra work that `simulate` predicts for it."""
 
-    schedule: tuple[Segment, ...]
+    schedule: Schedule[int]
     cost: Simulated
 
 
@@ -156,14 +159,15 @@ def _simulated(
     yield found[0]
     if not graph.residuals and not any(e.loop for e in graph.equations):
         return
-    loops: dict[int, list[LoopPlan]] = {}
+    loops: dict[int, list[LoopPlan[int]]] = {}
     for e in graph.equations:
         if e.loop is not None:
             tick(f"the scan at {e.module or 'the top'}")
             loops[e.index] = loop_plans(e, worth, host_bandwidth)
     bandwidth = host_bandwidth or math.inf
-    seen: set[tuple[Segment, ...]] = set()
-    for schedule in _proposals(graph, loops, levels, slots, bandwidth, tick, worth):
+    seen: set[Schedule[int]] = set()
+    problem = _Problem(graph, loops, levels, slots, bandwidth, tick, worth)
+    for schedule in (schedule for propose in _PROPOSERS for schedule in propose(problem)):
         if schedule not in seen:
             seen.add(schedule)
             cost = simulate(graph, schedule, host_bandwidth=bandwidth)
@@ -176,13 +180,13 @@ def _simulated(
 def _polished(
     graph: CostGraph,
     found: list[Candidate],
-    seen: set[tuple[Segment, ...]],
+    seen: set[Schedule[int]],
     host_bandwidth: float,
     worth: Worth,
     most: int = 6000,
 ) -> list[Candidate]:
     """Improve the schedules of a small graph, one change at a time, until no change helps."""
-    done: set[tuple[Segment, ...]] = set()
+    done: set[Schedule[int]] = set()
     while len(seen) < most:
         fresh = [c.schedule for c in found if c.schedule not in done]
         if not fresh:
@@ -198,7 +202,7 @@ def _polished(
     return found
 
 
-def _neighbours(graph: CostGraph, schedule: tuple[Segment, ...]) -> Iterable[tuple[Segment, ...]]:
+def _neighbours(graph: CostGraph, schedule: Schedule[int]) -> Iterable[Schedule[int]]:
     """Yield the schedules that differ from this one in one saved array, one cut or one region."""
     for k, s in enumerate(schedule):
         before, after = schedule[:k], schedule[k + 1 :]
@@ -218,77 +222,169 @@ def _neighbours(graph: CostGraph, schedule: tuple[Segment, ...]) -> Iterable[tup
             yield (*before, both, *after[1:])
 
 
-def _part(graph: CostGraph, s: Segment, lo: int, hi: int) -> Segment:
+def _part(graph: CostGraph, s: Segment[int], lo: int, hi: int) -> Segment[int]:
     save = frozenset(t for t in s.save if lo <= graph.tensors[t].producer < hi)
     return Segment(lo, hi, save=save, plain=s.plain)
 
 
-def _proposals(
-    graph: CostGraph,
-    loops: dict[int, list[LoopPlan]],
-    levels: int,
-    slots: int,
-    host_bandwidth: float,
-    tick: Callable[[str], None],
-    worth: Worth,
-) -> Iterable[tuple[Segment, ...]]:
-    if len(graph.equations) <= _TINY:
-        yield from _every_chain(len(graph.equations))
-    cutter = Cutter(graph, worth)
-    tick("what to keep")
-    few, small = (len(graph.equations) < most for most in (_MIDDLE, _LONG))
-    prices = price_range(graph, levels * (3 if few else 2 if small else 1))
-    everywhere = list(dict.fromkeys([frozenset(), *(cutter.cut(p).keep for p in prices)]))
-    # A second measure of work leads to other minimum cuts. Their memory lies between that of the
-    # cuts of the first measure, so they fit budgets that the first measure misses.
-    besides = Worth.of_graph(graph, 0.0 if worth.flop_share >= 0.25 else 0.5)
-    other = Cutter(graph, besides)
-    others = [other.cut(price).keep for price in prices] if small else []
-    fine = positions(graph, everywhere)
-    coarse = coarser(graph, fine, everywhere)
-    if loops:
-        yield from (schedule for _, schedule in presets(graph))
-    else:
-        yield from _even(graph, everywhere, fine)
-    short = len(graph.equations) <= _SHORT
-    measures = [worth, besides] if short else [worth]
-    sets = [fine, coarse, *([unbroken(graph, fine)] if short else [])]
-    if few:  # near the minimum memory, blocks with equal contents need equal cuts
+# -- the proposers --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    """What a proposer is given: a graph, the plans of its scans, and minimum cuts of it.
+
+    Attributes:
+        graph: the cost graph.
+        loops: the plans of each scan, by the index of its equation.
+        levels, slots, tick, worth: as for `proposed`.
+        host_bandwidth: bytes per second between device and host, infinite if nothing may be
+            offloaded.
+    """
+
+    graph: CostGraph
+    loops: dict[int, list[LoopPlan[int]]]
+    levels: int
+    slots: int
+    host_bandwidth: float
+    tick: Callable[[str], None]
+    worth: Worth
+
+    @property
+    def few(self) -> bool:
+        """Whether there are so few equations that a finer search takes little time."""
+        return len(self.graph.equations) < _MIDDLE
+
+    @property
+    def small(self) -> bool:
+        """Whether there are so few equations that some more proposals take little time."""
+        return len(self.graph.equations) < _LONG
+
+    @functools.cached_property
+    def prices(self) -> list[float]:
+        times = 3 if self.few else 2 if self.small else 1
+        return price_range(self.graph, self.levels * times)
+
+    @functools.cached_property
+    def cutter(self) -> Cutter:
+        return Cutter(self.graph, self.worth)
+
+    @functools.cached_property
+    def keeps(self) -> list[frozenset[int]]:
+        """The empty set, and the arrays that the minimum cut at each price saves."""
+        self.tick("what to keep")
+        return list(dict.fromkeys([frozenset(), *(self.cutter.cut(p).keep for p in self.prices)]))
+
+    @functools.cached_property
+    def besides(self) -> Worth:
+        """A second measure of work, which leads to other minimum cuts.
+
+        Their memory lies between that of the cuts of the first measure, so they fit budgets that
+        the first measure misses.
+        """
+        return Worth.of_graph(self.graph, 0.0 if self.worth.flop_share >= 0.25 else 0.5)
+
+    @functools.cached_property
+    def other_cutter(self) -> Cutter:
+        return Cutter(self.graph, self.besides)
+
+    @functools.cached_property
+    def other_keeps(self) -> list[frozenset[int]]:
+        """The arrays that the minimum cut at each price saves by the second measure of work."""
+        return [self.other_cutter.cut(price).keep for price in self.prices]
+
+    @functools.cached_property
+    def fine(self) -> list[int]:
+        """The positions of many cuts."""
+        return positions(self.graph, self.keeps)
+
+    @functools.cached_property
+    def coarse(self) -> list[int]:
+        """The positions of fewer cuts."""
+        return coarser(self.graph, self.fine, self.keeps)
+
+
+def _every_chain(problem: _Problem) -> Iterator[Schedule[int]]:
+    """Yield every way to cut a few equations into regions that save nothing and plain segments."""
+    n = len(problem.graph.equations)
+    if n > _TINY:
+        return
+    for inner in itertools.product((False, True), repeat=n - 1):
+        marks = [0, *(i for i, cut in enumerate(inner, 1) if cut), n]
+        pairs = list(itertools.pairwise(marks))
+        for plain in itertools.product((False, True), repeat=len(pairs)):
+            yield tuple(Segment(a, b, plain=p) for (a, b), p in zip(pairs, plain, strict=True))
+
+
+def _by_hand(problem: _Problem) -> Iterator[Schedule[int]]:
+    """Yield schedules that people write by hand."""
+    if problem.loops:
+        return (schedule for _, schedule in presets(problem.graph))
+    return _even(problem.graph, problem.keeps, problem.fine)
+
+
+def _composed(problem: _Problem) -> Iterator[Schedule[int]]:
+    """Yield the schedules of the dynamic program over several chains."""
+    graph, short = problem.graph, len(problem.graph.equations) <= _SHORT
+    sets = [problem.fine, problem.coarse, *([unbroken(graph, problem.fine)] if short else [])]
+    if problem.few:  # near the minimum memory, blocks with equal contents need equal cuts
         blocks = sorted({*_absorbed(graph, _modules(graph, 2)), *_around_scans(graph)})
         sets += [blocks] if len(blocks) <= RECURSIVE else []
-    more = [frozenset(), _products(graph), frozenset(graph.residuals)]
-    outer = set(everywhere)
+    measures = [problem.worth, problem.besides] if short else [problem.worth]
     for cuts, measure in itertools.product(dict.fromkeys(map(tuple, sets)), measures):
-        chain = Chain(graph, cuts, measure)
-        handed = {t for t, _, _ in chain.crossing}
-        keeps = dict.fromkeys(everywhere)
-        for number, price in enumerate(prices):
-            keeps.setdefault(cutter.cut(price, free=handed).keep)
-            if small:
-                keeps.setdefault(others[number])
-                keeps.setdefault(other.cut(price, free=handed).keep)
-        kept = [chain.level(k) for k in _distinct(graph, keeps)]
-        composer = Composer(chain, kept, loops, host_bandwidth)
-        top = 1.02 * float(chain.plain.sum() + chain.flowing.max())
-        # Every schedule that the dynamic program returns is simulated, which takes time. A short
-        # chain or a small graph leaves time for finer steps of memory.
-        steps = slots * (4 if chain.count <= 32 else 2 if small else 1)
-        around = [level for level in kept if level.keep in outer]
-        layers = [Layer(chain, level, more) for level in around]
-        tick(f"schedules of {chain.count} blocks")
-        lean = [composer.solve(top * s, steps, layers) for s in ((0.5, 0.3) if few else (0.3,))]
-        full = composer.solve(top, steps, layers if few or not lean[0] else ())
-        # If nothing fits half of ``top``, search again with finer steps just above the minimum.
-        if few and full and not lean[0]:
-            least = simulate(graph, full[0]).peak_bytes
-            lean.append(composer.solve(1.1 * least, 2 * steps, layers))
-        for schedules in (full, *lean):
-            yield from schedules
+        yield from _solved(problem, Chain(graph, cuts, measure))
+
+
+def _solved(problem: _Problem, chain: Chain) -> Iterator[Schedule[int]]:
+    """Yield the schedules of the dynamic program over one chain."""
+    graph, few = problem.graph, problem.few
+    kept = [chain.level(keep) for keep in _distinct(graph, _worth_saving(problem, chain))]
+    composer = Composer(chain, kept, problem.loops, problem.host_bandwidth)
+    top = 1.02 * float(chain.plain.sum() + chain.flowing.max())
+    # Every schedule that the dynamic program returns is simulated, which takes time. A short chain
+    # or a small graph leaves time for finer steps of memory.
+    steps = problem.slots * (4 if chain.count <= 32 else 2 if problem.small else 1)
+    outer = set(problem.keeps)
+    more = [frozenset(), _products(graph), frozenset(graph.residuals)]
+    layers = [Layer(chain, level, more) for level in kept if level.keep in outer]
+    problem.tick(f"schedules of {chain.count} blocks")
+    lean = [composer.solve(top * s, steps, layers) for s in ((0.5, 0.3) if few else (0.3,))]
+    full = composer.solve(top, steps, layers if few or not lean[0] else ())
+    # If nothing fits half of ``top``, search again with finer steps just above the minimum.
+    if few and full and not lean[0]:
+        least = simulate(graph, full[0]).peak_bytes
+        lean.append(composer.solve(1.1 * least, 2 * steps, layers))
+    for schedules in (full, *lean):
+        yield from schedules
+
+
+def _worth_saving(problem: _Problem, chain: Chain) -> Iterable[frozenset[int]]:
+    """Return sets of arrays to save: minimum cuts, with and without the arrays that cross cuts."""
+    crossing = {t for t, _, _ in chain.crossing}
+    keeps = dict.fromkeys(problem.keeps)
+    for number, price in enumerate(problem.prices):
+        keeps.setdefault(problem.cutter.cut(price, free=crossing).keep)
+        if problem.small:
+            keeps.setdefault(problem.other_keeps[number])
+            keeps.setdefault(problem.other_cutter.cut(price, free=crossing).keep)
+    return keeps
+
+
+# Each proposer yields schedules for a problem. If Ctrl-C ends the search, only the schedules of the
+# first ones are known, so the fastest come first.
+_PROPOSERS: tuple[Callable[[_Problem], Iterator[Schedule[int]]], ...] = (
+    _every_chain,
+    _by_hand,
+    _composed,
+)
+
+
+# -- schedules by hand ----------------------------------------------------------------------------
 
 
 def _even(
     graph: CostGraph, keeps: Sequence[frozenset[int]], fine: list[int]
-) -> Iterator[tuple[Segment, ...]]:
+) -> Iterator[Schedule[int]]:
     """Yield schedules that people write by hand, in which all regions share one policy.
 
     There is one region per module, or one for each of several parts of about equal size. Variants
@@ -344,7 +440,7 @@ def _absorbed(graph: CostGraph, cuts: Sequence[int], share: float = 0.25) -> lis
     return [0, *reversed(ends[:-1])]
 
 
-def presets(graph: CostGraph) -> Iterator[tuple[str, tuple[Segment, ...]]]:
+def presets(graph: CostGraph) -> Iterator[tuple[str, Schedule[int]]]:
     """Yield the name and the schedule of the most common hand-written choices.
 
     There is one region for each module one level below the outermost one, and one for each
@@ -361,7 +457,7 @@ def presets(graph: CostGraph) -> Iterator[tuple[str, tuple[Segment, ...]]]:
             if lo in scans:
                 loop = scans[lo]
                 body = (Segment(0, len(loop.graph.equations), save=kept(loop.graph)),)
-                loops = ((lo, LoopPlan(((loop.length, 1, body),))),)
+                loops = ((lo, (LoopPart(loop.length, 1, body),)),)
                 schedule.append(Segment(lo, hi, plain=True, loops=loops))
             elif len(paths[lo]) > 1:
                 part = _part(graph, Segment(0, n, save=kept(graph)), lo, hi)
@@ -371,7 +467,7 @@ def presets(graph: CostGraph) -> Iterator[tuple[str, tuple[Segment, ...]]]:
         yield f"{name}, per block", joined(tuple(schedule))
 
 
-def _useful(graph: CostGraph, s: Segment) -> Segment:
+def _useful(graph: CostGraph, s: Segment[int]) -> Segment[int]:
     """Remove from a region's saved arrays those that its own backward pass does not use."""
     wanted = {t for e in graph.equations[s.start : s.stop] for t in e.needs}
     again = closure(graph, wanted, s.save, s.start, s.stop).again
@@ -383,18 +479,6 @@ def _products(graph: CostGraph) -> frozenset[int]:
     """Return the results of matrix products and convolutions."""
     products = ("dot_general", "conv_general_dilated", "ragged_dot_general")
     return frozenset(t for e in graph.equations if e.primitive in products for t in e.makes)
-
-
-_TINY = 8
-
-
-def _every_chain(n: int) -> Iterable[tuple[Segment, ...]]:
-    """Yield every way to cut a few equations into regions that save nothing and plain segments."""
-    for inner in itertools.product((False, True), repeat=n - 1):
-        marks = [0, *(i for i, cut in enumerate(inner, 1) if cut), n]
-        pairs = list(itertools.pairwise(marks))
-        for plain in itertools.product((False, True), repeat=len(pairs)):
-            yield tuple(Segment(a, b, plain=p) for (a, b), p in zip(pairs, plain, strict=True))
 
 
 def _distinct(graph: CostGraph, keeps: Iterable[frozenset[int]]) -> list[frozenset[int]]:
@@ -461,7 +545,7 @@ def _pareto(found: Iterable[_T], cost: Callable[[_T], Simulated], worth: Worth) 
 
 def loop_plans(
     e: Any, worth: Worth = TIME, host_bandwidth: float = 0.0, most: int = 96
-) -> list[LoopPlan]:
+) -> list[LoopPlan[int]]:
     """Return the ways to run a scan that are worth having, from the lowest peak up.
 
     A plan runs all iterations with one schedule of the body, or a first range of them with one
@@ -485,7 +569,7 @@ def loop_plans(
     bodies = dict.fromkeys([*regions, *(c.schedule for c in proposed)])
     if host_bandwidth:
         bodies |= dict.fromkeys(b for r in regions for b in _moved(loop, r))
-    one = [LoopPlan(((length, 1, body),)) for body in bodies]
+    one: list[LoopPlan[int]] = [(LoopPart(length, 1, body),) for body in bodies]
     bandwidth = host_bandwidth or math.inf
     cost = {p: loop_cost(loop, p, bandwidth) for p in one}
     hull = _toggled(loop, _pareto(one, cost.__getitem__, worth), cost, worth)
@@ -495,13 +579,13 @@ def loop_plans(
         for share in (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875):
             first = round(length * share)
             if 0 < first < length:
-                parts = ((first, 1, b.parts[0][2]), (length - first, 1, a.parts[0][2]))
-                found.append(LoopPlan(parts))
+                rest = LoopPart(length - first, 1, a[0].body)
+                found.append((LoopPart(first, 1, b[0].body), rest))
     # A group saves only the carry that enters it, so it offloads nothing.
     here = [p for p in hull if not cost[p].host_bytes]
     for group in range(2, min(length, 16)):
-        for body in dict.fromkeys([here[0].parts[0][2], whole] if here else [whole]):
-            found.append(LoopPlan(((length, group, body),)))
+        for body in dict.fromkeys([here[0][0].body, whole] if here else [whole]):
+            found.append((LoopPart(length, group, body),))
     cost |= {p: loop_cost(loop, p, bandwidth) for p in found}
     kept = _pareto(found, cost.__getitem__, worth)
     return _thinned(kept, [(cost[p].peak_bytes, worth.extra(cost[p])) for p in kept], most)
@@ -509,11 +593,11 @@ def loop_plans(
 
 def _toggled(
     loop: Loop,
-    found: list[LoopPlan],
-    cost: dict[LoopPlan, Simulated],
+    found: list[LoopPlan[int]],
+    cost: dict[LoopPlan[int], Simulated],
     worth: Worth,
     most: int = 4000,
-) -> list[LoopPlan]:
+) -> list[LoopPlan[int]]:
     """Change what the only region of a body saves, one array at a time, until no change helps.
 
     Minimum cuts yield only the corners of a convex hull of memory and work. In a scan, the distance
@@ -521,13 +605,13 @@ def _toggled(
     corners are worth finding. The function adds the costs that it computes to ``cost``.
     """
 
-    def region(p: LoopPlan) -> Segment | None:
-        (body,) = [body for _, _, body in p.parts]
+    def region(p: LoopPlan[int]) -> Segment[int] | None:
+        (body,) = [part.body for part in p]
         s = body[0]
         return None if len(body) > 1 or s.plain or s.inside or s.loops or s.offload else s
 
     pool = {t for p in found if (s := region(p)) is not None for t in s.save}
-    done: set[LoopPlan] = set()
+    done: set[LoopPlan[int]] = set()
     while fresh := [p for p in found if p not in done and region(p) is not None]:
         for p in fresh:
             done.add(p)
@@ -536,14 +620,15 @@ def _toggled(
             for t in sorted(pool):
                 if len(cost) >= most:
                     return found
-                other = LoopPlan(((loop.length, 1, (dataclasses.replace(s, save=s.save ^ {t}),)),))
+                toggled = dataclasses.replace(s, save=s.save ^ {t})
+                other = (LoopPart(loop.length, 1, (toggled,)),)
                 if other not in cost:
                     cost[other] = loop_cost(loop, other)
         found = _pareto(cost, cost.__getitem__, worth)
     return found
 
 
-def _moved(loop: Loop, body: tuple[Segment, ...]) -> Iterator[tuple[Segment, ...]]:
+def _moved(loop: Loop, body: Schedule[int]) -> Iterator[Schedule[int]]:
     """Yield variants of a body with one region that offload its carry, its saved arrays or both."""
     region, *others = body
     if others:
@@ -551,7 +636,7 @@ def _moved(loop: Loop, body: tuple[Segment, ...]) -> Iterator[tuple[Segment, ...
     carry = frozenset(t for t, _ in loop.carry)
     for moved in dict.fromkeys([carry, region.save, carry | region.save]):
         if moved:
-            yield (dataclasses.replace(region, offload=moved),)
+            yield (dataclasses.replace(region, save=region.save - moved, offload=moved),)
 
 
 def silent(what: str) -> None:
@@ -559,7 +644,7 @@ def silent(what: str) -> None:
     del what
 
 
-def _regions(graph: CostGraph, worth: Worth) -> Iterator[tuple[Segment, ...]]:
+def _regions(graph: CostGraph, worth: Worth) -> Iterator[Schedule[int]]:
     """Yield, for each price per byte, one region around everything and one region per part."""
     cutter = Cutter(graph, worth)
     n = len(graph.equations)

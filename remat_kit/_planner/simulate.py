@@ -40,73 +40,15 @@ saved 0 MiB, peak 44, +100%
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from remat_kit._planner.graph import CostGraph, Equation, Loop
+from remat_kit._policy.schedule import LoopPlan, Schedule, Segment
 
-# -- schedules ------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """Consecutive equations of the program, and how their activations reach the backward pass.
-
-    A schedule is a tuple of segments that follow one another from the first equation to the last.
-
-    Attributes:
-        start, stop: the segment holds the equations ``start <= i < stop``.
-        save: tensors made in the segment that the first forward pass saves. The backward pass
-            recomputes the other residuals from these and from the tensors that enter the segment.
-        plain: if True, the segment is no region, and everything that its derivative reads is saved.
-        inside: smaller segments that cover this one. This segment is then one region around them.
-            Its backward pass first recomputes the whole segment from ``save``, which the smaller
-            segments save too. Whatever else they save is live from then on.
-        offload: those of ``save`` that are offloaded to the host's memory. In the body of a scan,
-            ``offload`` may also hold the carry from the iteration before.
-        loops: pairs of the index of a scan's equation and the plan by which its iterations run.
-    """
-
-    start: int
-    stop: int
-    save: frozenset[int] = frozenset()
-    plain: bool = False
-    inside: tuple[Segment, ...] = ()
-    offload: frozenset[int] = frozenset()
-    loops: tuple[tuple[int, LoopPlan], ...] = ()
-
-    def __hash__(self) -> int:  # segments are keys of caches that the search reads very often
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        own = self.start, self.stop, self.save, self.plain
-        return hash((*own, self.inside, self.offload, self.loops))
-
-    def leaves(self) -> Iterator[Segment]:
-        """Yield the innermost segments, in order."""
-        if self.inside:
-            for part in self.inside:
-                yield from part.leaves()
-        else:
-            yield self
-
-
-@dataclasses.dataclass(frozen=True)
-class LoopPlan:
-    """How the iterations of one scan run.
-
-    Attributes:
-        parts: one or more triples ``(iterations, group, body)``, which follow one another. Each
-            runs that many iterations, with ``body`` as the schedule of the body. If ``group`` is
-            greater than 1, every ``group`` iterations form one region that saves only the carry
-            that enters it.
-    """
-
-    parts: tuple[tuple[int, int, tuple[Segment, ...]], ...]
+# -- whole programs -------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +77,7 @@ class Simulated:
 
 
 def simulate(
-    graph: CostGraph, schedule: Sequence[Segment], *, host_bandwidth: float = math.inf
+    graph: CostGraph, schedule: Sequence[Segment[int]], *, host_bandwidth: float = math.inf
 ) -> Simulated:
     """Return the predicted peak memory and extra work of a schedule.
 
@@ -213,7 +155,7 @@ class Simulation:
         self.peak, self.where, self.kind = 0, (0, len(graph.equations)), "forward"
         self.flops = self.seconds = 0.0
 
-    def run(self, schedule: tuple[Segment, ...]) -> Simulated:
+    def run(self, schedule: Schedule[int]) -> Simulated:
         held = self.held(schedule)
         on_host = frozenset().union(*(s.offload for s in schedule)) if schedule else frozenset()
         saved = frozenset().union(*held) if held else frozenset()
@@ -240,25 +182,25 @@ class Simulation:
     def bytes(self, tensors: Iterable[int]) -> int:
         return sum(map(self.graph.sizes.__getitem__, tensors))
 
-    def held(self, schedule: Sequence[Segment]) -> list[frozenset[int]]:
+    def held(self, schedule: Sequence[Segment[int]]) -> list[frozenset[int]]:
         """Return, for each segment, the tensors that must be live when its backward pass begins."""
         return [self.plain_keeps(s) if s.plain else self.region_holds(s) for s in schedule]
 
-    def region_holds(self, segment: Segment) -> frozenset[int]:
+    def region_holds(self, segment: Segment[int]) -> frozenset[int]:
         found = self.graph.memory.get(("holds", segment))
         if found is None:
-            found = self.demand(segment).outside | segment.save
+            found = self.demand(segment).outside | segment.kept
             self.graph.memory["holds", segment] = found
         return found
 
-    def plain_keeps(self, segment: Segment) -> frozenset[int]:
+    def plain_keeps(self, segment: Segment[int]) -> frozenset[int]:
         key = segment.start, segment.stop
         found = self.graph.memory.get(key)
         if found is None:
             found = self.graph.memory[key] = plain_keeps(self.graph, *key)
         return found
 
-    def own_bytes(self, segment: Segment) -> int:
+    def own_bytes(self, segment: Segment[int]) -> int:
         """Return bytes of residuals that derivatives make themselves; regions recompute theirs."""
         if not segment.plain:
             return 0
@@ -269,7 +211,7 @@ class Simulation:
             own += loop_bytes(e.loop, plan) - e.made_in_memory
         return own
 
-    def twice(self, schedule: Sequence[Segment], held: Sequence[frozenset[int]]) -> list[int]:
+    def twice(self, schedule: Sequence[Segment[int]], held: Sequence[frozenset[int]]) -> list[int]:
         """Return, for each segment, the bytes of its saved tensors that later segments hold too.
 
         In the body of a scan, XLA stacks over the iterations the arrays that a region saves and
@@ -282,11 +224,11 @@ class Simulation:
         later = frozenset[int]()
         for number in range(len(schedule) - 1, -1, -1):
             if not schedule[number].plain:
-                found[number] = self.bytes(schedule[number].save & later)
+                found[number] = self.bytes(schedule[number].kept & later)
             later |= held[number]
         return found
 
-    def loops_on_host(self, schedule: Sequence[Segment]) -> int:
+    def loops_on_host(self, schedule: Sequence[Segment[int]]) -> int:
         """Return the bytes that the iterations of all scans offload to the host's memory."""
         total = 0
         for i, plan in (loop for s in schedule for leaf in s.leaves() for loop in leaf.loops):
@@ -295,13 +237,13 @@ class Simulation:
             total += loop_cost(loop, plan).host_bytes
         return total
 
-    def demand(self, segment: Segment) -> _Demand:
+    def demand(self, segment: Segment[int]) -> _Demand:
         found = self.graph.memory.get(segment)
         if found is None:
             found = self.graph.memory[segment] = self._demand(segment)
         return found
 
-    def _demand(self, segment: Segment) -> _Demand:
+    def _demand(self, segment: Segment[int]) -> _Demand:
         lo, hi = segment.start, segment.stop
         tensors = self.graph.tensors
         if segment.plain:
@@ -311,7 +253,7 @@ class Simulation:
         if segment.inside:
             wanted = set[int]()
             for part in segment.inside:
-                wanted |= self.demand(part).outside | part.save
+                wanted |= self.demand(part).outside | part.kept
                 if part.plain:  # derivatives compute their own residuals from what they need
                     wanted |= self.plain_keeps(part)
                     wanted.update(
@@ -319,15 +261,15 @@ class Simulation:
                     )
         else:
             wanted = {t for e in self.graph.equations[lo:hi] for t in e.needs}
-        return closure(self.graph, wanted, segment.save, lo, hi)
+        return closure(self.graph, wanted, segment.kept, lo, hi)
 
     # .. the two passes
 
-    def note(self, live: float, segment: Segment, kind: str) -> None:
+    def note(self, live: float, segment: Segment[int], kind: str) -> None:
         if live > self.peak:
             self.peak, self.where, self.kind = int(live), (segment.start, segment.stop), kind
 
-    def forward(self, schedule: Sequence[Segment], held: Sequence[frozenset[int]]) -> None:
+    def forward(self, schedule: Sequence[Segment[int]], held: Sequence[frozenset[int]]) -> None:
         """Note the live bytes of the first forward pass after each equation.
 
         Live are the saved arrays that have been computed, and all arrays that later equations read.
@@ -362,7 +304,7 @@ class Simulation:
 
     def backward(
         self,
-        schedule: Sequence[Segment],
+        schedule: Sequence[Segment[int]],
         held: Sequence[frozenset[int]],
         base: float,
         given: frozenset[int],
@@ -393,7 +335,7 @@ class Simulation:
             level = levels[number + 1] - away + self.cotangents_across(segment.stop)
             self.segment(segment, level, below[number + 1], held[number] - below[number])
 
-    def rebuilt_early(self, schedule: Sequence[Segment]) -> None:
+    def rebuilt_early(self, schedule: Sequence[Segment[int]]) -> None:
         """Note the peak if XLA:CPU recomputes the last region before the derivatives after it.
 
         This can happen if a region around regions precedes the last equations, which are in no
@@ -413,7 +355,7 @@ class Simulation:
         self.note(tail.peak, outer, "recompute")
 
     def segment(
-        self, segment: Segment, level: float, available: frozenset[int], mine: frozenset[int]
+        self, segment: Segment[int], level: float, available: frozenset[int], mine: frozenset[int]
     ) -> None:
         """Walk back through one segment.
 
@@ -447,7 +389,7 @@ class Simulation:
 
     def leaf(
         self,
-        segment: Segment,
+        segment: Segment[int],
         again: Sequence[int],
         available: frozenset[int],
         mine: frozenset[int],
@@ -457,46 +399,75 @@ class Simulation:
         The backward pass visits readers from last to first. When the derivative of the first reader
         of a tensor is done, the tensor is freed, unless an earlier segment needs it.
         """
-        graph, plans = self.graph, dict(segment.loops)
+        graph, present = self.graph, available | mine
         equations = graph.equations[segment.start : segment.stop]
-        live = recompute = backward = 0.0
-        before = self.flops, self.seconds
         first_need: dict[int, int] = {}
         for e in reversed(equations):
             for t in e.needs:
-                there = t in available or t in mine
-                first_need.update(
-                    dict.fromkeys((t,) if there else graph.tensors[t].sources, e.index)
-                )
-        dies: dict[int, list[int]] = {}
+                sources = (t,) if t in present else graph.tensors[t].sources
+                first_need.update(dict.fromkeys(sources, e.index))
+        recompute, rebuilt = self.recomputed(again, available, first_need, segment.stop)
+        live = float(self.bytes(rebuilt))
+        if not segment.plain:
+            live += sum(e.made_in_memory for e in equations if e.loop is None)
+        recompute = max(recompute, live + graph.standing_bytes[segment.stop])
+        released: dict[int, int] = {}
+        for t in rebuilt | (mine & first_need.keys()):
+            released[first_need[t]] = released.get(first_need[t], 0) + graph.sizes[t]
+        before = self.flops, self.seconds
+        backward = self.differentiated(segment, live, released)
+        flops, seconds = self.flops - before[0], self.seconds - before[1]
+        self.flops, self.seconds = before
+        return _SimulationWalk(recompute, backward, flops, seconds)
+
+    def recomputed(
+        self,
+        again: Sequence[int],
+        available: frozenset[int],
+        first_need: Mapping[int, int],
+        stop: int,
+    ) -> tuple[float, set[int]]:
+        """Return the most live bytes while equations run again, and the residuals they make.
+
+        Args:
+            again: the equations, in order.
+            available: tensors that are live already.
+            first_need: the first reader of each tensor that a derivative reads.
+            stop: the end of the segment; its later readers do not run again.
+        """
+        tensors, live, most = self.graph.tensors, 0, 0
+        dies: dict[int, int] = {}
         rebuilt = set[int]()
         for i in again:
-            for t in graph.equations[i].makes:
-                tensor = graph.tensors[t]
+            for t in self.graph.equations[i].makes:
                 if t in available:
                     continue
+                tensor = tensors[t]
                 if t in first_need:
                     rebuilt.add(t)
                     live += tensor.bytes
                 elif tensor.in_memory:
-                    last = max((u for u in tensor.users if u < segment.stop), default=i)
+                    last = max((u for u in tensor.users if u < stop), default=i)
                     live += tensor.bytes
-                    dies.setdefault(last, []).append(t)
-            recompute = max(recompute, live)
-            for t in dies.pop(i, ()):
-                live -= graph.tensors[t].bytes
-        for tensors in dies.values():
-            live -= self.bytes(tensors)
-        released: dict[int, list[int]] = {}
-        for t in rebuilt | (mine & first_need.keys()):
-            released.setdefault(first_need[t], []).append(t)
-        if not segment.plain:
-            live += sum(e.made_in_memory for e in equations if e.loop is None)
+                    dies[last] = dies.get(last, 0) + tensor.bytes
+            most = max(most, live)
+            live -= dies.pop(i, 0)
+        return float(most), rebuilt
+
+    def differentiated(
+        self, segment: Segment[int], live: float, released: Mapping[int, int]
+    ) -> float:
+        """Return the most live bytes while the derivatives of a segment run.
+
+        Args:
+            segment: the segment, without inner segments.
+            live: bytes that the segment holds when its first derivative begins.
+            released: bytes of the residuals that no derivative before each equation's reads.
+        """
+        graph, plans, most, waiting = self.graph, dict(segment.loops), 0.0, 0
         begun, ended, gradients = graph.begun_bytes, graph.ended_bytes, graph.standing_bytes
-        recompute = max(recompute, live + gradients[segment.stop])
-        waiting = 0
         arriving, begins = graph.arriving(segment.stop), graph.arriving(segment.start).begins
-        for e in reversed(equations):
+        for e in reversed(graph.equations[segment.start : segment.stop]):
             i = e.index
             live += begun[i]
             if i in begins:
@@ -504,14 +475,13 @@ class Simulation:
             extra = e.working_bytes
             if e.loop is not None:
                 extra = self.loop(e, plans.get(i), segment)
-            backward = max(backward, live + extra + gradients[i])
+            most = max(most, live + extra + gradients[i])
             # A residual stays live until the cotangent that is computed from it is written.
             live -= ended[i]
             if i in arriving.ends:
                 live += arriving.ends[i] - arriving.fused.get(i, 0)
                 waiting += arriving.ends[i]
-            if i in released:
-                waiting += self.bytes(released[i])
+            waiting += released.get(i, 0)
             if begun[i] or i in begins:
                 live -= waiting
                 waiting = 0
@@ -519,14 +489,12 @@ class Simulation:
                 live -= float(graph.made_outside[i])
             elif not segment.plain and e.loop is None:
                 live -= e.made_in_memory
-        flops, seconds = self.flops - before[0], self.seconds - before[1]
-        self.flops, self.seconds = before
-        return _SimulationWalk(recompute, backward, flops, seconds)
+        return most
 
     def cotangents_across(self, position: int) -> int:
         return self.graph.flowing_bytes[position] + self.graph.arriving(position).fused_bytes
 
-    def loop(self, e: Equation, plan: LoopPlan | None, segment: Segment) -> int:
+    def loop(self, e: Equation, plan: LoopPlan[int] | None, segment: Segment[int]) -> int:
         """Return the working bytes of a scan's backward pass, and add the work of its recompute."""
         assert e.loop is not None
         if plan is None:
@@ -543,7 +511,7 @@ class Simulation:
 # -- scans ----------------------------------------------------------------------------------------
 
 
-def loop_bytes(loop: Loop, plan: LoopPlan) -> int:
+def loop_bytes(loop: Loop, plan: LoopPlan[int]) -> int:
     """Return the bytes that a scan saves on the device for its backward pass."""
     return loop_cost(loop, plan).saved_bytes
 
@@ -572,12 +540,12 @@ def _stored(
     return {t: size // (2 if halved(t) else 1) for t, size in some}
 
 
-def loop_cost(loop: Loop, plan: LoopPlan, host_bandwidth: float = math.inf) -> Simulated:
+def loop_cost(loop: Loop, plan: LoopPlan[int], host_bandwidth: float = math.inf) -> Simulated:
     """Return the cost of a scan under a plan, as `simulate` does for a program."""
     saved = host = 0
     flops = seconds = 0.0
     transient = 0
-    for times, group, body in plan.parts:
+    for times, group, body in plan:
         one = simulate(loop.graph, body)
         simulation = Simulation(loop.graph, math.inf)
         again = {i for s in body for i in simulation.demand(s).again}
@@ -609,7 +577,7 @@ def loop_cost(loop: Loop, plan: LoopPlan, host_bandwidth: float = math.inf) -> S
             flops += times * loop.graph.forward_flops
             seconds += times * loop.graph.forward_seconds
         transient = max(transient, working)
-    if len(plan.parts) > 1:  # each range stacks its own gradients, which are joined at the end
+    if len(plan) > 1:  # each range stacks its own gradients, which are joined at the end
         if loop.early:
             saved += loop.gradient_bytes
         else:

@@ -1,13 +1,20 @@
-"""The text of a plan: stretches of a program, and which of their values are kept.
+"""A schedule: how the backward pass gets the activations of each part of a program.
 
-The text names equations by their place in the flat program, so a plan is bound to the program that
-it was made for: `describe` gives the short form of a program that a plan carries, and `check` says
-what changed when it does not fit.
+A schedule divides the flat program into segments of consecutive equations. A segment is one region
+(one `jax.checkpoint`), a region around smaller segments, or "plain", that is, no region. For each
+region, the schedule says which activations the first forward pass saves or offloads. The planner
+simulates schedules, a plan holds one as text, and `remat_kit._apply.run_schedule` runs it.
 
-    0:12 plain                        no region
-    12:40 save 15.0 22.0              a region; outputs 0 of equations 15 and 22 are kept
-    40:90 save 70.0 around (40:60; 60:90 save 70.0 81.0)    regions in a region that keeps one value
-    140:141 plain loop 140 24*1 (0:9 save 3.0) 48*4 (0:9)     a scan: 24 rounds, then groups of 4
+The text names an activation by its place: equation 15, output 0 is ``15.0``. Equations are counted
+in the flat program, so a plan is bound to the program that it was made for. `describe` returns a
+short form of that program, which the plan carries, and `check` says what has changed if the plan
+does not fit. Each line below is an example of the text:
+
+    0:12 plain                        equations 0 to 11 are in no region
+    12:40 save 15.0 22.0              one region, which saves two activations
+    40:90 save 70.0 around (40:60; 60:90 save 70.0 81.0)    a region around two regions
+    140:141 plain loop 140 24*1 (0:9 save 3.0) 48*4 (0:9)     a scan: 24 iterations as the first
+                                      parentheses say, then 48 in groups of 4, each group one region
     0:9 save 3.0 offload in.2 5.0     argument 2 of the program and 5.0 wait in the host's memory
     12 times (5:40 save 9.0; 40:57)   the same for 12 blocks, of which 5:57 is the first
 """
@@ -16,10 +23,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax.extend.core as jec
 
@@ -29,88 +37,101 @@ from remat_kit._policy import algebra as _algebra
 from remat_kit._program import program as _program
 from remat_kit._program.program import Program, flat_program
 
-Place = tuple[int, int]  # equation, output; or `_GIVEN` and the place of an argument
+# The names of activations: `Place`s in the text and where a schedule runs, and the indices of
+# tensors in the planner, which compares sets of them millions of times.
+_V = TypeVar("_V")
+
+
+Place = tuple[int, int]  # (equation, output), or (`GIVEN`, argument)
 
 
 GIVEN = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
-    """Consecutive equations, and what is kept of them; see `remat_kit._planner.simulate.Segment`.
+class Segment(Generic[_V]):
+    """Consecutive equations of a program, and how the backward pass gets their activations.
 
     Attributes:
-        start, stop: equations ``start <= i < stop``.
-        save, offload: the values that are kept on the device and in the host's memory.
-        plain: no region.
-        inside: smaller stretches; this one is then a region around them, which keeps what it says
-            through the first forward pass. They keep that too, and what else they say once it runs
-            again.
-        loops: the scans that are run in another way.
+        start, stop: the segment holds the equations ``start <= i < stop``.
+        save: activations made in the segment that the first forward pass saves on the device. The
+            backward pass recomputes the other residuals from these, from the offloaded ones and
+            from what enters the segment.
+        offload: activations made in the segment that are offloaded to the host's memory. Arguments
+            of the program, such as the carry of a scan in its body, may be offloaded too.
+        plain: if True, the segment is no region, and everything that its derivative reads is saved.
+        inside: smaller segments that cover this one. This segment is then one region around them.
+            Its backward pass first recomputes the whole segment from what it saves, which the
+            smaller segments save too. Whatever else they save is live from then on.
+        loops: pairs of the index of a scan's equation and the plan by which its iterations run.
     """
 
     start: int
     stop: int
-    save: tuple[Place, ...] = ()
-    offload: tuple[Place, ...] = ()
+    save: frozenset[_V] = frozenset()
+    offload: frozenset[_V] = frozenset()
     plain: bool = False
-    inside: tuple[Stretch, ...] = ()
-    loops: tuple[tuple[int, tuple[LoopPart, ...]], ...] = ()
+    inside: tuple[Segment[_V], ...] = ()
+    loops: tuple[tuple[int, LoopPlan[_V]], ...] = ()
 
-    def __str__(self) -> str:
-        words = [f"{self.start}:{self.stop}"]
-        if self.plain:
-            words.append("plain")
-        for name, places in (("save", self.save), ("offload", self.offload)):
-            if places:
-                words += [name, *map(_written, places)]
+    def __hash__(self) -> int:  # segments are keys of caches that the search reads very often
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        own = self.start, self.stop, self.save, self.plain
+        return hash((*own, self.inside, self.offload, self.loops))
+
+    @property
+    def kept(self) -> frozenset[_V]:
+        """What the first forward pass saves or offloads."""
+        return self.save | self.offload if self.offload else self.save
+
+    def leaves(self) -> Iterator[Segment[_V]]:
+        """Yield the innermost segments, in order."""
         if self.inside:
-            inner = "; ".join(map(str, self.inside))
-            words.append(f"around ({inner})")
-        for equation, parts in self.loops:
-            words += ["loop", str(equation), *map(str, parts)]
-        return " ".join(words)
-
-    def shifted(self, by: int) -> Stretch:
-        """Return the same so many equations later."""
-
-        def places(given: tuple[Place, ...]) -> tuple[Place, ...]:
-            return tuple((e if e == GIVEN else e + by, p) for e, p in given)
-
-        return dataclasses.replace(
-            self,
-            start=self.start + by,
-            stop=self.stop + by,
-            save=places(self.save),
-            offload=places(self.offload),
-            inside=tuple(part.shifted(by) for part in self.inside),
-            loops=tuple((equation + by, parts) for equation, parts in self.loops),
-        )
+            for part in self.inside:
+                yield from part.leaves()
+        else:
+            yield self
 
 
-@dataclasses.dataclass(frozen=True)
-class LoopPart:
-    """Some iterations of a scan: in groups of ``group``, each iteration as ``body`` says."""
+class LoopPart(NamedTuple, Generic[_V]):
+    """Consecutive iterations of a scan that run alike.
+
+    Attributes:
+        times: the number of iterations.
+        group: if greater than 1, every ``group`` iterations form one region, which saves only the
+            carry that enters it.
+        body: the schedule of each iteration.
+    """
 
     times: int
     group: int
-    body: tuple[Stretch, ...]
+    body: Schedule[_V]
 
-    def __str__(self) -> str:
-        return f"{self.times}*{self.group} ({'; '.join(map(str, self.body))})"
+
+# How the iterations of a scan run, from the first to the last.
+LoopPlan: TypeAlias = tuple[LoopPart[_V], ...]
+
+
+# Segments that follow one another from the first equation to the last.
+Schedule: TypeAlias = tuple[Segment[_V], ...]
 
 
 # -- the text -----------------------------------------------------------------------------------
 
 
-def lines(schedule: Sequence[Stretch]) -> tuple[str, ...]:
-    """Write a schedule down; neighbours that are treated alike, as the blocks of a model often are,
-    share one line.
+def lines(schedule: Sequence[Segment[Place]]) -> tuple[str, ...]:
+    """Return the text of a schedule.
 
-    >>> lines([Stretch(0, 2), Stretch(2, 4, plain=True), Stretch(4, 6), Stretch(6, 8, plain=True)])
+    Neighbours with equal decisions, such as the blocks of a model often are, share one line.
+
+    >>> plain, region = Segment[Place](2, 4, plain=True), Segment[Place](0, 2)
+    >>> lines([region, plain, _shifted(region, 4), _shifted(plain, 4)])
     ('2 times (0:2; 2:4 plain)',)
     """
-    alike = [s.shifted(-s.start) for s in schedule]
+    alike = [_shifted(s, -s.start) for s in schedule]
 
     def times(at: int, size: int) -> int:
         rest = range(at + size, len(alike) - size + 1, size)
@@ -121,26 +142,71 @@ def lines(schedule: Sequence[Stretch]) -> tuple[str, ...]:
     while at < len(schedule):
         sizes = range(1, max(2, 1 + (len(schedule) - at) // 2))
         size = max(sizes, key=lambda size: (size * (times(at, size) - 1), -size))
-        count, text = times(at, size), "; ".join(map(str, schedule[at : at + size]))
+        count, text = times(at, size), _joined(schedule[at : at + size])
         found.append(f"{count} times ({text})" if count > 1 else text)
         at += count * size
     return tuple(found)
 
 
-def parse(text: str, where: str = "`planned(...)`") -> tuple[Stretch, ...]:
-    """Read a line: a stretch, or some that are repeated.
+def _joined(segments: Sequence[Segment[Place]]) -> str:
+    return "; ".join(map(text_of, segments))
 
-    >>> [str(s) for s in parse("40:90 save 70.0 around (40:60; 60:90 save 70.0 81.0)")]
-    ['40:90 save 70.0 around (40:60; 60:90 save 70.0 81.0)']
-    >>> [str(s) for s in parse("2 times (0:2 save 1.0; 2:3 plain)")]
+
+def text_of(segment: Segment[Place]) -> str:
+    """Return the text of one segment.
+
+    >>> text_of(Segment(0, 9, save=frozenset({(5, 0), (3, 0)}), offload=frozenset({(GIVEN, 2)})))
+    '0:9 save 3.0 5.0 offload in.2'
+    """
+    words = [f"{segment.start}:{segment.stop}"]
+    if segment.plain:
+        words.append("plain")
+    for name, places in (("save", segment.save), ("offload", segment.offload)):
+        if places:
+            words += [name, *map(_written, sorted(places))]
+    if segment.inside:
+        words.append(f"around ({_joined(segment.inside)})")
+    for equation, parts in segment.loops:
+        words += ["loop", str(equation)]
+        words += [f"{part.times}*{part.group} ({_joined(part.body)})" for part in parts]
+    return " ".join(words)
+
+
+def _written(place: Place) -> str:
+    return f"{'in' if place[0] == GIVEN else place[0]}.{place[1]}"
+
+
+def _shifted(segment: Segment[Place], by: int) -> Segment[Place]:
+    """Return the same decisions for the equations that many places later."""
+
+    def places(given: Iterable[Place]) -> frozenset[Place]:
+        return frozenset((e if e == GIVEN else e + by, p) for e, p in given)
+
+    return dataclasses.replace(
+        segment,
+        start=segment.start + by,
+        stop=segment.stop + by,
+        save=places(segment.save),
+        offload=places(segment.offload),
+        inside=tuple(_shifted(part, by) for part in segment.inside),
+        loops=tuple((equation + by, plan) for equation, plan in segment.loops),
+    )
+
+
+def parse(text: str, where: str = "`planned(...)`") -> Schedule[Place]:
+    """Read one line: a segment, or segments that are repeated.
+
+    >>> lines(parse("40:90 save 70.0 around (40:60; 60:90 save 70.0 81.0)"))
+    ('40:90 save 70.0 around (40:60; 60:90 save 70.0 81.0)',)
+    >>> [text_of(s) for s in parse("2 times (0:2 save 1.0; 2:3 plain)")]
     ['0:2 save 1.0', '2:3 plain', '3:5 save 4.0', '5:6 plain']
 
     Args:
         text: the line.
-        where: what messages say about the place of the text.
+        where: the place of the text, as error messages name it.
 
     Raises:
-        PolicyError: the text is not that of a line, or one that is too long or too deeply nested.
+        PolicyError: the text is no line of a plan, or it is too long or too deeply nested.
     """
     reader = _Reader(text, where)
     found = reader.line()
@@ -154,7 +220,10 @@ _NUMBER = r"\d{1,9}"
 _PLACE = rf"(?:{_NUMBER}|in)\.{_NUMBER}"
 
 
-_MAX_STRETCHES = 100_000
+_MAX_SEGMENTS = 100_000
+
+
+_TWICE = "it keeps one value twice"
 
 
 _AS_WRITTEN = "leave the lines of a plan as `remat-kit plan --save` wrote them"
@@ -187,58 +256,60 @@ class _Reader:
         first, second = self.take(pattern).split(separator)
         return int(first), int(second)
 
-    def places(self) -> tuple[Place, ...]:
+    def places(self, segment: str) -> frozenset[Place]:
         found = []
         while not found or re.fullmatch(_PLACE, self.peek(), re.ASCII):
             first, second = self.take(_PLACE).split(".")
             found.append((GIVEN if first == "in" else int(first), int(second)))
-        return tuple(found)
+        if len({*found}) < len(found):
+            raise _unfit(f"{self.where}: {segment}: {_TWICE}")
+        return frozenset(found)
 
-    def line(self) -> tuple[Stretch, ...]:
+    def line(self) -> Schedule[Place]:
         if ":" in self.peek():
-            return (self.stretch(),)
+            return (self.segment(),)
         times = int(self.take(r"[1-9]\d{0,4}"))
         self.take("times")
-        block = self.stretches()
+        block = self.segments()
         step = block[-1].stop - block[0].start
-        if times * len(block) > _MAX_STRETCHES:
-            raise self.fault(f"{times} times {len(block)} stretches are more than any program has")
+        if times * len(block) > _MAX_SEGMENTS:
+            raise self.fault(f"{times} times {len(block)} segments are more than any program has")
         if step < 1:
             raise self.fault(f"a block of {step} equations cannot be repeated")
-        return tuple(s.shifted(k * step) for k in range(times) for s in block)
+        return tuple(_shifted(s, k * step) for k in range(times) for s in block)
 
-    def stretch(self) -> Stretch:
+    def segment(self) -> Segment[Place]:
         start, stop = self.pair(":")
         fields: dict[str, Any] = {}
-        loops: list[tuple[int, tuple[LoopPart, ...]]] = []
+        loops: list[tuple[int, LoopPlan[Place]]] = []
         while self.peek() not in ("", ")", ";"):
             word = self.take("plain|save|offload|around|loop")
             if word in fields or ("inside" in fields and word == "around"):
-                raise self.fault(f"{word!r} stands twice in the stretch {start}:{stop}")
+                raise self.fault(f"{word!r} stands twice in the segment {start}:{stop}")
             if word == "plain":
                 fields["plain"] = True
             elif word in ("save", "offload"):
-                fields[word] = self.places()
+                fields[word] = self.places(f"{start}:{stop}")
             elif word == "loop":
                 equation = int(self.take(_NUMBER))
-                parts = []
+                parts: list[LoopPart[Place]] = []
                 while not parts or re.fullmatch(r"\d+\*\d+", self.peek()):
                     times, group = self.pair("*")
-                    parts.append(LoopPart(times, group, self.stretches()))
+                    parts.append(LoopPart(times, group, self.segments()))
                 loops.append((equation, tuple(parts)))
             else:
-                fields["inside"] = self.stretches()
-        return Stretch(start, stop, loops=tuple(loops), **fields)
+                fields["inside"] = self.segments()
+        return Segment(start, stop, loops=tuple(loops), **fields)
 
-    def stretches(self) -> tuple[Stretch, ...]:
+    def segments(self) -> Schedule[Place]:
         self.take(r"\(")
         self.depth += 1
         if self.depth > _algebra.MAX_NESTING:
-            raise self.fault(f"more than {_algebra.MAX_NESTING} stretches inside of one another")
-        found = [self.stretch()]
+            raise self.fault(f"more than {_algebra.MAX_NESTING} segments inside of one another")
+        found = [self.segment()]
         while self.peek() == ";":
             self.take(";")
-            found.append(self.stretch())
+            found.append(self.segment())
         self.take(r"\)")
         self.depth -= 1
         return tuple(found)
@@ -248,9 +319,14 @@ class _Reader:
             self.take("(?!)")
 
 
+# -- whether a plan fits a program ---------------------------------------------------------------
+
+
 def describe(program: Program) -> str:
-    """Return the short form of a program: its operations counted, a hash of how they are joined,
-    one of their shapes.
+    """Return the short form of a program.
+
+    It consists of a hash of which operation reads the results of which, a hash of their shapes and
+    types, and the number of operations of each kind.
     """
     numbers: dict[Any, int] = {}
     joined, shapes = hashlib.sha256(), hashlib.sha256()
@@ -313,21 +389,21 @@ def check(planned: str, program: Program, *, strict: bool, call: str) -> None:
     )
 
 
-def read(lines: Sequence[str], program: Program, *, call: str) -> list[Stretch]:
-    """Read the lines of a plan and hold them against the program that they are for.
+def read(lines: Sequence[str], program: Program, *, call: str) -> Schedule[Place]:
+    """Read the lines of a plan, and check that they fit a program.
 
     Args:
-        lines: as `lines` writes them.
+        lines: the lines, as `lines` returns them.
         program: the flat program.
-        call: what the user wrote, for messages.
+        call: the call of the user, as error messages quote it.
 
     Returns:
-        Stretches that `run` can take: they cover the program, and all that they name is there.
+        A schedule that covers the program. All equations and activations that it names exist.
 
     Raises:
-        PolicyError: says in which line what does not fit the program, and why.
+        PolicyError: a line does not fit the program. The message names the line and the reason.
     """
-    found: list[Stretch] = []
+    found: list[Segment[Place]] = []
     for number, text in enumerate(lines, 1):
         where = f"`{call}`: line {number} of the plan, {_units.shortened(text)}"
         some = parse(text, where)
@@ -337,9 +413,9 @@ def read(lines: Sequence[str], program: Program, *, call: str) -> list[Stretch]:
     if end != len(program.eqns):
         raise _unfit(
             f"`{call}`: the plan ends before equation {end}, but the program has "
-            f"{len(program.eqns)}: the last ones are in no stretch"
+            f"{len(program.eqns)}: the last ones are in no segment"
         )
-    return found
+    return tuple(found)
 
 
 def _unfit(message: str) -> PolicyError:
@@ -348,25 +424,27 @@ def _unfit(message: str) -> PolicyError:
 
 @dataclasses.dataclass(frozen=True)
 class _CheckedSchedule:
-    """A program, or the body of one of its scans, that stretches are held against.
+    """Checks segments against a program, or against the body of one of its scans.
 
     Attributes:
-        program: its equations are counted from 0.
-        depth: how many regions are around the stretches.
-        where: the place of the text, for messages.
+        program: the program or the body. Its equations are counted from 0.
+        depth: the number of regions around the segments.
+        where: the place of the text, as error messages name it.
     """
 
     program: Program
     depth: int
     where: str
 
-    def fault(self, stretch: Stretch, reason: str) -> PolicyError:
-        return _unfit(f"{self.where}: {stretch.start}:{stretch.stop}: {reason}")
+    def fault(self, segment: Segment[Place], reason: str) -> PolicyError:
+        return _unfit(f"{self.where}: {segment.start}:{segment.stop}: {reason}")
 
-    def cover(self, stretches: Sequence[Stretch], start: int, stop: int | None = None) -> None:
-        """Raise unless stretches follow one another from ``start``, and to ``stop`` if given."""
+    def cover(
+        self, segments: Sequence[Segment[Place]], start: int, stop: int | None = None
+    ) -> None:
+        """Raise unless segments follow one another from ``start``, and to ``stop`` if given."""
         count = len(self.program.eqns)
-        for s in stretches:
+        for s in segments:
             if s.start != start:
                 kind = "a gap" if s.start > start else "an overlap"
                 raise self.fault(s, f"{kind}: the next equation is {start}")
@@ -377,21 +455,20 @@ class _CheckedSchedule:
             self.one(s)
             start = s.stop
         if stop is not None and start != stop:
-            raise _unfit(f"{self.where}: the stretches end at {start} instead of {stop}")
+            raise _unfit(f"{self.where}: the segments end at {start} instead of {stop}")
 
-    def one(self, s: Stretch) -> None:
-        kept = (*s.save, *s.offload)
-        for equation, output in kept:
+    def one(self, s: Segment[Place]) -> None:
+        for equation, output in (*sorted(s.save), *sorted(s.offload)):
             if equation == GIVEN:
                 self.argument(s, output)
             else:
                 self.output(s, equation, output)
-        if len({*kept}) < len(kept):
-            raise self.fault(s, "it keeps one value twice")
-        if s.plain and (kept or s.inside):
-            raise self.fault(s, "a plain stretch is no region, so that it keeps nothing itself")
+        if s.save & s.offload:
+            raise self.fault(s, _TWICE)
+        if s.plain and (s.kept or s.inside):
+            raise self.fault(s, "a plain segment is no region, so that it keeps nothing itself")
         if s.loops and not s.plain:
-            raise self.fault(s, "only a plain stretch runs a loop in another way")
+            raise self.fault(s, "only a plain segment runs a loop in another way")
         if len(dict(s.loops)) < len(s.loops):
             raise self.fault(s, "it has two loops for one equation")
         for equation, parts in s.loops:
@@ -399,13 +476,13 @@ class _CheckedSchedule:
         if s.inside:
             inner = dataclasses.replace(self, depth=self.depth + 1)
             inner.cover(s.inside, s.start, s.stop)
-            named = {place for part in s.inside for place in (*part.save, *part.offload)}
-            if missing := {*kept} - named:
+            named = {place for part in s.inside for place in part.kept}
+            if missing := s.kept - named:
                 raise self.fault(
-                    s, f"it keeps {_written(min(missing))}, which no stretch inside of it keeps"
+                    s, f"it keeps {_written(min(missing))}, which no segment inside of it keeps"
                 )
 
-    def output(self, s: Stretch, equation: int, output: int) -> None:
+    def output(self, s: Segment[Place], equation: int, output: int) -> None:
         place = _written((equation, output))
         if not s.start <= equation < s.stop:
             raise self.fault(s, f"it keeps {place}, whose equation lies outside of it")
@@ -414,7 +491,7 @@ class _CheckedSchedule:
         if output >= len(outvars):
             raise self.fault(s, f"it keeps {place}, but {name} has no such output")
 
-    def argument(self, s: Stretch, position: int) -> None:
+    def argument(self, s: Segment[Place], position: int) -> None:
         place = _written((GIVEN, position))
         if (GIVEN, position) in s.save or self.depth:
             raise self.fault(
@@ -427,7 +504,7 @@ class _CheckedSchedule:
         if not any(v is invars[position] for e in eqns for v in e.invars):
             raise self.fault(s, f"it keeps {place}, which it does not read")
 
-    def loop(self, s: Stretch, equation: int, parts: Sequence[LoopPart]) -> None:
+    def loop(self, s: Segment[Place], equation: int, parts: LoopPlan[Place]) -> None:
         if not s.start <= equation < s.stop:
             raise self.fault(s, f"loop {equation}: this equation lies outside of it")
         eqn = self.program.eqns[equation]
@@ -444,7 +521,3 @@ class _CheckedSchedule:
                     s, f"loop {equation}: groups of {part.group} among {part.times} iterations"
                 )
             inner.cover(part.body, 0, len(body.eqns))
-
-
-def _written(place: Place) -> str:
-    return f"{'in' if place[0] == GIVEN else place[0]}.{place[1]}"

@@ -243,7 +243,7 @@ def _events(report: Mapping[str, Any], target: str, process: int) -> Iterator[di
     yield {"name": "process_name", "ph": "M", **at, "args": {"name": name}}
     yield {"name": "process_sort_index", "ph": "M", **at, "args": {"sort_index": process}}
     yield {"name": "thread_name", "ph": "M", **at, "args": {"name": "phases"}}
-    for start, end, phase in _stretches(line):
+    for start, end, phase in _phases(line):
         yield {"name": phase, "cat": "phase", "ph": "X", **at, "ts": start, "dur": end - start}
     for i, step in enumerate(line["steps"]):
         counters = {"device bytes": line["bytes"], **_made(line)}
@@ -260,7 +260,7 @@ def _made(line: Mapping[str, Any]) -> dict[str, Sequence[int]]:
     return {f"made in {phase}": sizes for phase, sizes in line.get("by_phase", {}).items()}
 
 
-def _stretches(line: Mapping[str, Any]) -> Iterator[tuple[int, int, str]]:
+def _phases(line: Mapping[str, Any]) -> Iterator[tuple[int, int, str]]:
     """Yield the first step, the last step and the phase of each interval with one phase."""
     points = zip(line["steps"], line["phases"], strict=True)
     starts = [(next(group)[0], phase) for phase, group in itertools.groupby(points, lambda p: p[1])]

@@ -13,8 +13,9 @@ from zoo import load
 
 import remat_kit
 from remat_kit._planner import frontier as _frontier
-from remat_kit._planner.simulate import Segment, simulate
+from remat_kit._planner.simulate import simulate
 from remat_kit._policy import schedule as _schedule
+from remat_kit._policy.schedule import Segment
 from remat_kit._program import program as _program
 
 
@@ -142,7 +143,7 @@ def test_cotangents_of_what_a_region_is_given_are_summed_as_they_come():
 
 
 def alternating(program, bounds):
-    """Return the policy of plain stretches and regions by turns."""
+    """Return the policy of plain segments and regions by turns."""
     pairs, kinds = itertools.pairwise(bounds), itertools.cycle((" plain", ""))
     lines = [f"{lo}:{hi}{kind}" for (lo, hi), kind in zip(pairs, kinds, strict=False)]
     return remat_kit.policy(remat_kit.planned(_schedule.describe(program), *lines))

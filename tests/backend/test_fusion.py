@@ -12,7 +12,8 @@ import remat_kit
 from remat_kit._chip.target import target
 from remat_kit._planner import build as _build
 from remat_kit._planner import frontier as _frontier
-from remat_kit._planner.simulate import Segment, Simulation, simulate
+from remat_kit._planner.simulate import Simulation, simulate
+from remat_kit._policy.schedule import Segment
 
 
 def tied(params, tokens):
@@ -134,7 +135,7 @@ def test_the_gradient_of_a_tied_argument_is_there_before_the_backward_pass_goes_
     assert terms(gradient.jaxpr)[1]
 
 
-def test_the_loss_of_a_model_on_a_tpu_is_one_stretch():
+def test_the_loss_of_a_model_on_a_tpu_is_one_segment():
     """Of a cut through it the cotangent of the logits would be written once more, for nothing."""
     args = arguments(16384, 512, 2048, 4, (16, 1024))
     front = remat_kit.frontier(tied, *args, target="tpu-v5e")

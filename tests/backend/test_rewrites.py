@@ -15,7 +15,7 @@ from remat_kit import _jax
 from remat_kit._backend import rewrites as _rewrites
 from remat_kit._chip.target import target
 from remat_kit._planner import frontier as _frontier
-from remat_kit._planner.simulate import Segment
+from remat_kit._policy.schedule import Segment
 
 LAYERS, BATCH = 8, 512
 

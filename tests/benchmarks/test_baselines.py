@@ -19,7 +19,8 @@ from remat_kit._chip.target import target
 from remat_kit._inspect import residuals as _residuals
 from remat_kit._planner import build as _build
 from remat_kit._planner import simulate as _simulate
-from remat_kit._planner.simulate import Segment, simulate
+from remat_kit._planner.simulate import simulate
+from remat_kit._policy.schedule import Segment
 
 CHIP = target("cpu")
 WIDTH, BATCH = 8, 32

@@ -263,26 +263,27 @@ def _random_schedule(flat: Any, rng: Any) -> list[Any]:
     cuts = sorted({0, count, *rng.integers(0, count + 1, rng.integers(0, 4)).tolist()})
     read = {id(v) for eqn in flat.eqns for v in eqn.invars} | {id(v) for v in flat.outvars}
 
-    def places(start: int, stop: int) -> tuple[tuple[int, int], ...]:
+    def places(start: int, stop: int) -> list[tuple[int, int]]:
         made = ((i, j, v) for i in range(start, stop) for j, v in enumerate(flat.eqns[i].outvars))
         found = [(i, j) for i, j, v in made if id(v) in read]
-        return tuple(p for p in found if rng.random() < 0.3)
+        return [p for p in found if rng.random() < 0.3]
 
     def segment(start: int, stop: int, depth: int) -> Any:
         draw = rng.random()
         if draw < 0.2 and depth == 0:
-            return _schedule.Stretch(start, stop, plain=True)
+            return _schedule.Segment(start, stop, plain=True)
         saved = places(start, stop)
         if draw < 0.5 and stop - start > 1 and depth < 2:
             middle = int(rng.integers(start + 1, stop))
             parts = ((start, middle), (middle, stop))
             inside = tuple(segment(*part, depth + 1) for part in parts)
             # A region around others keeps what one of them keeps.
-            kept = tuple(p for part in inside for p in part.save if rng.random() < 0.5)
-            return _schedule.Stretch(start, stop, save=kept, inside=inside)
-        away = saved[::2] if draw > 0.9 else ()
-        kept = tuple(p for p in saved if p not in away)
-        return _schedule.Stretch(start, stop, save=kept, offload=away)
+            named = (p for part in inside for p in sorted(part.save))
+            kept = frozenset(p for p in named if rng.random() < 0.5)
+            return _schedule.Segment(start, stop, save=kept, inside=inside)
+        away = frozenset(saved[::2] if draw > 0.9 else ())
+        kept = frozenset(saved) - away
+        return _schedule.Segment(start, stop, save=kept, offload=away)
 
     return [segment(a, b, 0) for a, b in itertools.pairwise(cuts)]
 

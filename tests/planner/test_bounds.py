@@ -14,7 +14,8 @@ from remat_kit._chip.target import target
 from remat_kit._planner import bounds as _bounds
 from remat_kit._planner import build as _build
 from remat_kit._planner import proposals as _proposals
-from remat_kit._planner.simulate import LoopPlan, Segment, simulate
+from remat_kit._planner.simulate import simulate
+from remat_kit._policy.schedule import LoopPart, Segment
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -34,7 +35,7 @@ def test_no_set_of_kept_values_beats_the_bound(number):
 
 
 def some_schedules(graph, count, seed=0):
-    """Random cuts, random kept values, some stretches without a region.
+    """Random cuts, random kept values, some segments without a region.
 
     No cut is amid operations that fuse: the cotangent that crosses it would be written down for
     the cut alone, and `simulate` does not count it.
@@ -125,8 +126,8 @@ def test_no_schedule_of_a_scan_beats_the_bound(model, length, chip):
     (scan,) = [e for e in graph.equations if e.loop is not None]
     assert scan.loop is not None
     bodies = [(Segment(0, len(scan.loop.graph.equations)),), *some_schedules(scan.loop.graph, 100)]
-    plans = [LoopPlan(((length, 1, body),)) for body in bodies]
-    plans += [LoopPlan(((length, group, bodies[0]),)) for group in range(2, length)]
+    plans = [(LoopPart(length, 1, body),) for body in bodies]
+    plans += [(LoopPart(length, group, bodies[0]),) for group in range(2, length)]
     plans += _proposals.loop_plans(scan)
     around = [(), (Segment(0, scan.index),), (Segment(0, scan.index, plain=True),)]
     binding = 0

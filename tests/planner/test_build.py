@@ -14,7 +14,7 @@ from remat_kit import UserError
 from remat_kit._chip.target import target
 from remat_kit._planner import build as _build
 from remat_kit._planner import simulate as _simulate
-from remat_kit._planner.simulate import LoopPlan, Segment
+from remat_kit._policy.schedule import LoopPart, Segment
 
 
 def attention(ws, x):
@@ -138,9 +138,9 @@ def test_scan_carries_the_graph_of_its_body():
     assert [e.primitive for e in scan.loop.graph.equations] == ["dot_general", "tanh"]
     assert scan.flops == 6 * scan.loop.graph.forward_flops
     whole = Segment(0, len(scan.loop.graph.equations))
-    nothing = _simulate.loop_cost(scan.loop, LoopPlan(((6, 1, (whole,)),)))
+    nothing = _simulate.loop_cost(scan.loop, (LoopPart(6, 1, (whole,)),))
     assert nothing.saved_bytes == 6 * 256
-    grouped = _simulate.loop_cost(scan.loop, LoopPlan(((6, 3, (whole,)),)))
+    grouped = _simulate.loop_cost(scan.loop, (LoopPart(6, 3, (whole,)),))
     assert grouped.saved_bytes == 2 * 256
     assert grouped.extra_flops == 2 * nothing.extra_flops
 

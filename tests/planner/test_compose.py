@@ -9,7 +9,8 @@ from shapes import struct
 from remat_kit._planner import compose as _compose
 from remat_kit._planner import mincut as _mincut
 from remat_kit._planner import proposals as _proposals
-from remat_kit._planner.simulate import Segment, simulate
+from remat_kit._planner.simulate import simulate
+from remat_kit._policy.schedule import Segment
 
 
 def cumulative(depth, size=1024):
@@ -35,7 +36,7 @@ def binomial(steps, slots):
 
 
 def binomial_schedule(marks, slots):
-    """The same as nested regions over the stretches between ``marks``."""
+    """The same as nested regions over the segments between ``marks``."""
     steps = len(marks) - 1
     if steps == 1:
         return (Segment(marks[0], marks[1]),)

@@ -173,8 +173,8 @@ def test_blocks_that_are_treated_alike_share_a_line():
         found = [s for line in policy.lines for s in _schedule.parse(line)]
         assert [(s.start, s.stop) for s in found] == [(s.start, s.stop) for s in point.schedule]
         assert _schedule.lines(found) == policy.lines
-        for stretch, segment in zip(found, point.schedule, strict=True):
-            kept = {front.graph.equations[e].makes[p] for e, p in stretch.save}
+        for read, segment in zip(found, point.schedule, strict=True):
+            kept = {front.graph.equations[e].makes[p] for e, p in read.save}
             assert kept == segment.save
 
 
@@ -215,7 +215,7 @@ def test_scans_are_predicted_before_any_compile(batch):
 def parts_of(point):
     """The ranges of iterations that a scan's plan treats in different ways."""
     (plan,) = [plan for s in point.schedule for _, plan in s.loops]
-    return plan.parts
+    return plan
 
 
 @pytest.mark.parametrize("chip", ["v100-32g", "h100"])

@@ -7,7 +7,8 @@ import pytest
 from planner_graphs import tower
 
 from remat_kit._planner.point import Point
-from remat_kit._planner.simulate import Segment, simulate
+from remat_kit._planner.simulate import simulate
+from remat_kit._policy.schedule import Segment
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,14 @@ from shapes import struct
 
 from remat_kit._planner import bounds as _bounds
 from remat_kit._planner import proposals as _proposals
-from remat_kit._planner.simulate import Segment, simulate
+from remat_kit._planner.simulate import simulate
+from remat_kit._policy.schedule import Segment
 
 # -- schedules --------------------------------------------------------------------------------
 
 
 def every_schedule(graph):
-    """Every chain of regions over every cut, with every set of kept values, and plain stretches."""
+    """Every chain of regions over every cut, with every set of kept values, and plain segments."""
     n = len(graph.equations)
     for count in range(n):
         for cuts in itertools.combinations(range(1, n), count):
@@ -76,8 +77,8 @@ def test_a_scan_has_ways_to_run_it():
     graph = traced(loss, struct(16, 16, 16), struct(64, 16))
     (scan,) = [e for e in graph.equations if e.loop]
     plans = _proposals.loop_plans(scan)
-    assert any(len(p.parts) == 2 for p in plans)  # depth ranges
-    assert any(p.parts[0][1] > 1 for p in plans)  # groups
+    assert any(len(p) == 2 for p in plans)  # depth ranges
+    assert any(p[0].group > 1 for p in plans)  # groups
     found = _proposals.candidates(graph)
     assert found[0].cost.peak_bytes < found[-1].cost.peak_bytes / 2
 

@@ -14,7 +14,8 @@ from remat_kit._chip.target import target
 from remat_kit._planner import build as _build
 from remat_kit._planner import frontier as _frontier
 from remat_kit._planner import simulate as _simulate
-from remat_kit._planner.simulate import LoopPlan, Segment, simulate
+from remat_kit._planner.simulate import simulate
+from remat_kit._policy.schedule import LoopPart, Segment
 
 
 def chain(depth):
@@ -49,7 +50,7 @@ def test_what_products_alone_read_again_of_an_iteration_is_kept_in_half_precisio
     graph = _build.trace(stack(block), (struct(6, 16, 16), struct(32, 16)), target("tpu-v5e"))
     (scan,) = [e.loop for e in graph.equations if e.loop]
     body = (Segment(0, len(scan.graph.equations)),)
-    ones, groups = (_simulate.loop_cost(scan, LoopPlan(((6, n, body),))) for n in (1, 3))
+    ones, groups = (_simulate.loop_cost(scan, (LoopPart(6, n, body),)) for n in (1, 3))
     assert ones.saved_bytes == 6 * 32 * 16 * single
     assert groups.saved_bytes == 2 * 32 * 16 * group
 
@@ -68,7 +69,7 @@ def test_iterations_without_a_region_keep_what_came_in_if_a_derivative_reads_it(
     ws = struct(8, 128, 128) if stacks > 1 else struct(8, 2048, 128)
     graph = traced(stack(block), ws, x)
     (scan,) = [e.loop for e in graph.equations if e.loop]
-    plain = LoopPlan(((8, 1, (Segment(0, len(scan.graph.equations), plain=True),)),))
+    plain = (LoopPart(8, 1, (Segment(0, len(scan.graph.equations), plain=True),)),)
     size = 8 * 2048 * 128 * 4
     assert _simulate.loop_cost(scan, plain).saved_bytes == stacks * size
     compiled = remat_kit.measure(stack(block), ws, x).temp_bytes
@@ -123,7 +124,7 @@ def test_offloaded_bytes_are_not_on_the_device():
     graph = traced(loss, *args)
     n = len(graph.equations)
     dots = frozenset(t for e in graph.equations if e.primitive == "dot_general" for t in e.makes)
-    found = simulate(graph, [Segment(0, n, save=dots, offload=dots)], host_bandwidth=1e9)
+    found = simulate(graph, [Segment(0, n, offload=dots)], host_bandwidth=1e9)
     assert found.saved_bytes == 0
     assert found.host_bytes == sum(graph.tensors[t].bytes for t in dots)
     assert found.extra_seconds >= 2 * found.host_bytes / 1e9
@@ -156,7 +157,7 @@ def test_a_region_of_an_iteration_stacks_what_it_keeps_and_hands_on_twice():
     (made,) = exp.makes
     after = Segment(exp.index + 1, len(body.equations))
     kept, handed = (
-        _simulate.loop_cost(scan, LoopPlan(((6, 1, (Segment(0, after.start, save=save), after)),)))
+        _simulate.loop_cost(scan, (LoopPart(6, 1, (Segment(0, after.start, save=save), after)),))
         for save in (frozenset({made}), frozenset[int]())
     )
     assert kept.saved_bytes - handed.saved_bytes == 6 * body.tensors[made].bytes
@@ -186,7 +187,7 @@ def test_an_array_that_parts_of_an_iteration_share_has_one_stack():
     exp, first, second = (e.index for e in body.equations if e.primitive in ("exp", "cumsum"))
     cuts = [0, exp + 1, first + 1, second + 1, len(body.equations)]
     parts = tuple(Segment(a, b, plain=not a) for a, b in itertools.pairwise(cuts))
-    plan = LoopPlan(((32, 1, parts),))
+    plan = (LoopPart(32, 1, parts),)
     schedule = (Segment(0, len(graph.equations), plain=True, loops=((scan.index, plan),)),)
     planned = remat_kit.policy(_frontier.policy_of(graph, schedule))(stack(block))
     compiled = remat_kit.measure(planned, ws, x)
@@ -204,7 +205,7 @@ def test_ranges_of_a_scan_have_stacks_of_their_own(chip):
     (scan,) = [e for e in graph.equations if e.loop]
     body = (Segment(0, len(scan.loop.graph.equations)),)
     whole, parted = (
-        _simulate.loop_cost(scan.loop, LoopPlan(tuple((n, 1, body) for n in ranges)))
+        _simulate.loop_cost(scan.loop, tuple(LoopPart(n, 1, body) for n in ranges))
         for ranges in ((6,), (4, 2))
     )
     assert parted.peak_bytes - whole.peak_bytes == 6 * 1024

@@ -124,7 +124,7 @@ def test_trace_counts_the_bytes_of_the_timeline(comparison, tmp_path):
         assert name == f"{report.policy} on cpu"
 
 
-def test_trace_has_a_slice_for_every_stretch_of_a_phase(comparison):
+def test_trace_has_a_slice_for_every_interval_of_a_phase(comparison):
     report = comparison.reports[1].to_json()
     line = report["timeline"]["cpu"]
     events = _figures.perfetto([report], "cpu")["traceEvents"]
