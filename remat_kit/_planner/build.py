@@ -159,18 +159,25 @@ class _Builder:
                 active.update(t for t, a in zip(makes[i], rule.active, strict=True) if a)
         outs = [-1 if isinstance(v, jec.Literal) else self.index[v] for v in program.outvars]
         reached = {t for t, w in zip(outs, wanted, strict=True) if w and t in active}
-        for i in range(len(program.eqns) - 1, -1, -1):
-            rule = rules[i]
-            if rule is None:
+        self.drop_unread(rules, makes, reached, active)
+        return self.assemble(reads, makes, rules, reached, outs)
+
+    def drop_unread(
+        self,
+        rules: list[OperationDerivative | None],
+        makes: Sequence[tuple[int, ...]],
+        reached: set[int],
+        active: set[int],
+    ) -> None:
+        """Remove derivatives that get no cotangent; add the tensors that get one to ``reached``."""
+        for i in range(len(rules) - 1, -1, -1):
+            if rules[i] is None:
                 continue
             if reached.isdisjoint(makes[i]):
                 rules[i] = None
                 continue
-            eqn = program.eqns[i]
-            for var in eqn.invars:
-                if not isinstance(var, jec.Literal) and self.index[var] in active:
-                    reached.add(self.index[var])
-        return self.assemble(reads, makes, rules, reached, outs)
+            variables = (v for v in self.program.eqns[i].invars if not isinstance(v, jec.Literal))
+            reached.update(t for v in variables if (t := self.index[v]) in active)
 
     def assemble(
         self,
@@ -282,35 +289,12 @@ class _Builder:
         moved: tuple[float, float],
         tensors: Sequence[Tensor],
     ) -> Equation:
-        flops = _ops.flops(eqn) if makes or not is_view(eqn) else 0.0
-        loop = None
-        traffic, written = moved
-        seconds = self.seconds(eqn, flops, written)
-        if eqn.primitive.name == "scan" and rule is not None:
-            loop = self.loop(eqn, rule)
-        if eqn.primitive.name == "scan":
-            inner = loop.graph if loop else self.body(eqn, ())
-            seconds = eqn.params["length"] * inner.forward_seconds
-            if any(e.unknown for e in inner.equations):
-                flops = eqn.params["length"] * inner.forward_flops
+        loop = self.loop(eqn, rule) if rule and eqn.primitive.name == "scan" else None
+        flops, seconds, backward_seconds = self.work(eqn, makes, rule, loop, moved)
         needs, keeps = (
             tuple(dict.fromkeys(self.places(eqn, makes, places)))
             for places in ((rule.needs, rule.keeps) if rule else ((), ()))
         )
-        backward_seconds = 0.0
-        if rule is not None:
-            rate = _rate(self.chip, eqn)
-            bandwidth = self.chip.bandwidth_bytes_per_second
-            backward_seconds = max(
-                rule.flops / rate if rule.heavy else 0.0, 2 * traffic / bandwidth
-            )
-            if loop is not None:
-                backward_seconds = loop.length * loop.graph.backward_seconds
-        if eqn.primitive.name == "cond":
-            branches = self.branches(eqn, rule.mask if rule else ())
-            seconds = max([seconds, *(b.forward_seconds for b in branches)])
-            if rule is not None:
-                backward_seconds = max([backward_seconds, *(b.backward_seconds for b in branches)])
         places = self.backend.extra_residual_bytes(eqn) if rule else 0
         made = rule.made_bytes if rule and self.backend.stores_made(eqn) else 0
         return Equation(
@@ -332,6 +316,36 @@ class _Builder:
             loop=loop,
             unknown=tuple(e.primitive.name for e in _ops.unknown_costs(eqn)),
         )
+
+    def work(
+        self,
+        eqn: Any,
+        makes: tuple[int, ...],
+        rule: OperationDerivative | None,
+        loop: Any,
+        moved: tuple[float, float],
+    ) -> tuple[float, float, float]:
+        """Return the FLOPs and seconds of an equation, and the seconds of its derivative."""
+        traffic, written = moved
+        flops = _ops.flops(eqn) if makes or not is_view(eqn) else 0.0
+        seconds, backward = self.seconds(eqn, flops, written), 0.0
+        if rule is not None:
+            products = rule.flops / _rate(self.chip, eqn) if rule.heavy else 0.0
+            backward = max(products, 2 * traffic / self.chip.bandwidth_bytes_per_second)
+        if eqn.primitive.name == "scan":
+            length = eqn.params["length"]
+            inner = loop.graph if loop else self.body(eqn, ())
+            seconds = length * inner.forward_seconds
+            if any(e.unknown for e in inner.equations):
+                flops = length * inner.forward_flops
+            if loop is not None:
+                backward = length * inner.backward_seconds
+        if eqn.primitive.name == "cond":
+            branches = self.branches(eqn, rule.mask if rule else ())
+            seconds = max([seconds, *(b.forward_seconds for b in branches)])
+            if rule is not None:
+                backward = max([backward, *(b.backward_seconds for b in branches)])
+        return flops, seconds, backward
 
     def working_bytes(self, eqn: Any, rule: OperationDerivative) -> int:
         by_kernel = any(rule.mask[1:2])

@@ -136,21 +136,56 @@ def _small(eqn: Any, mask: tuple[bool, ...]) -> tuple[Any, int]:
 
 
 def _linearized(eqn: Any, mask: tuple[bool, ...]) -> OperationDerivative:
+    forward, linear = _traced(eqn, mask)
+    given = linear.invars[len(linear.consts) :]
+    residuals = forward.outvars[len(eqn.outvars) :]
+    read = _needed_by(linear)
+    depends = _reached_from(linear, set(given[len(residuals) :]))
+    sources = _Sources(eqn, forward)
+    for var, placeholder in zip(residuals, given, strict=False):
+        if not isinstance(var, jec.Literal) and placeholder in read:
+            sources.add(var)
+    made_bytes = sum(_ops.nbytes(v.aval) for v in sources.made)
+    return OperationDerivative(
+        mask=mask,
+        needs=tuple(sources.needs),
+        keeps=tuple(sources.keeps),
+        made_bytes=made_bytes,
+        active=tuple(
+            not isinstance(v, jec.Literal)
+            and v in depends
+            and not isinstance(o, jec.DropVar)
+            and jnp.issubdtype(o.aval.dtype, jnp.inexact)
+            for v, o in zip(linear.outvars, eqn.outvars, strict=True)
+        ),
+        flops=sum(_ops.flops(e) for e in linear.eqns),
+        heavy=any(not is_fusible(e) for e in linear.eqns),
+        working_bytes=0 if is_fusible(eqn) or not _program.bodies(eqn) else made_bytes,
+    )
+
+
+def _variables(eqn: Any) -> list[int]:
+    return [i for i, v in enumerate(eqn.invars) if not isinstance(v, jec.Literal)]
+
+
+def _traced(eqn: Any, mask: tuple[bool, ...]) -> tuple[Program, Program]:
+    """Trace an equation and its linearization.
+
+    Returns:
+        A program from the equation's variables to its results, followed by the residuals, and a
+        program from the residuals, followed by the tangents, to the tangents of the results.
+    """
     diff = [
         i for i, (v, a) in enumerate(zip(eqn.invars, mask, strict=True)) if a and _is_real(v.aval)
     ]
-    variables = [i for i, v in enumerate(eqn.invars) if not isinstance(v, jec.Literal)]
+    variables = _variables(eqn)
     tree: Any = None
-
-    def values(given: Sequence[Any]) -> list[Any]:
-        full: list[Any] = [getattr(v, "val", None) for v in eqn.invars]
-        for i, x in zip(variables, given, strict=True):
-            full[i] = x
-        return full
 
     def forward(*given: Any) -> list[Any]:
         nonlocal tree
-        full = values(given)
+        full: list[Any] = [getattr(v, "val", None) for v in eqn.invars]
+        for i, x in zip(variables, given, strict=True):
+            full[i] = x
 
         def of_active(*ds: Any) -> list[Any]:
             xs = list(full)
@@ -162,60 +197,45 @@ def _linearized(eqn: Any, mask: tuple[bool, ...]) -> OperationDerivative:
         residuals, tree = jax.tree.flatten(tangent)
         return [*ys, *residuals]
 
-    closed = jax.make_jaxpr(forward)(*(eqn.invars[i].aval for i in variables))
-    count = len(eqn.outvars)
-    residual_avals = closed.out_avals[count:]
-
     def tangent(residuals: Sequence[Any], ds: Sequence[Any]) -> list[Any]:
         return jax.tree.unflatten(tree, residuals)(*ds)
 
-    linear = Program.of(
-        jax.make_jaxpr(tangent)(
-            residual_avals, [eqn.invars[i].aval.to_tangent_aval() for i in diff]
-        )
-    )
-    given = linear.invars[len(linear.consts) :]
-    read = _needed_by(linear)
-    depends = _reached_from(linear, set(given[len(residual_avals) :]))
-    flat = Program.of(closed)
-    source = dict(zip(flat.invars[len(flat.consts) :], (("in", i) for i in variables)))
-    outs = flat.outvars[:count]
-    for position, var in enumerate(outs):
-        if not isinstance(var, jec.Literal):
-            source.setdefault(var, ("out", position))
-    makers = {v: e for e in flat.eqns for v in e.outvars}
-    needs: dict[tuple[str, int], None] = {}
-    keeps: dict[tuple[str, int], None] = {}
-    made: dict[Any, int] = {}
-    for var, placeholder in zip(flat.outvars[count:], given, strict=False):
-        if isinstance(var, jec.Literal) or placeholder not in read:
-            continue
-        var = _unviewed(var, makers, source)
-        if var in source:
-            needs[source[var]] = keeps[source[var]] = None
-            continue
-        found = _sources(var, makers, source)
-        needs.update(dict.fromkeys(found))
-        if found and var not in made:
-            made[var] = _ops.nbytes(var.aval)
-    flops = sum(_ops.flops(e) for e in linear.eqns)
-    heavy = any(not is_fusible(e) for e in linear.eqns)
-    return OperationDerivative(
-        mask=mask,
-        needs=tuple(needs),
-        keeps=tuple(keeps),
-        made_bytes=sum(made.values()),
-        active=tuple(
-            not isinstance(v, jec.Literal)
-            and v in depends
-            and not isinstance(o, jec.DropVar)
-            and jnp.issubdtype(o.aval.dtype, jnp.inexact)
-            for v, o in zip(linear.outvars, eqn.outvars, strict=True)
-        ),
-        flops=flops,
-        heavy=heavy,
-        working_bytes=0 if is_fusible(eqn) or not _program.bodies(eqn) else sum(made.values()),
-    )
+    closed = jax.make_jaxpr(forward)(*(eqn.invars[i].aval for i in variables))
+    residuals = closed.out_avals[len(eqn.outvars) :]
+    tangents = [eqn.invars[i].aval.to_tangent_aval() for i in diff]
+    return Program.of(closed), Program.of(jax.make_jaxpr(tangent)(residuals, tangents))
+
+
+class _Sources:
+    """From which inputs and results of an equation the residuals of its derivative are computed.
+
+    Attributes:
+        needs: these inputs and results, as `OperationDerivative.needs` has them.
+        keeps: those of them that are residuals themselves.
+        made: the residuals that are computed from them.
+    """
+
+    def __init__(self, eqn: Any, forward: Program):
+        invars = forward.invars[len(forward.consts) :]
+        self.source = dict(zip(invars, (("in", i) for i in _variables(eqn)), strict=True))
+        for position, var in enumerate(forward.outvars[: len(eqn.outvars)]):
+            if not isinstance(var, jec.Literal):
+                self.source.setdefault(var, ("out", position))
+        self.makers = {v: e for e in forward.eqns for v in e.outvars}
+        self.needs: dict[tuple[str, int], None] = {}
+        self.keeps: dict[tuple[str, int], None] = {}
+        self.made: dict[Any, None] = {}
+
+    def add(self, residual: Any) -> None:
+        var = _unviewed(residual, self.makers, self.source)
+        if var in self.source:
+            place = self.source[var]
+            self.needs[place] = self.keeps[place] = None
+            return
+        places = _sources(var, self.makers, self.source)
+        self.needs.update(dict.fromkeys(places))
+        if places:
+            self.made[var] = None
 
 
 def _unviewed(var: Any, makers: dict[Any, Any], source: dict[Any, Any]) -> Any:
