@@ -157,6 +157,24 @@ def test_an_unused_output_is_never_asked_for_its_cotangent(policy):
     close(jax.grad(lambda x: decorated(x)[1].sum())(X), jax.grad(lambda x: pairs(x)[1].sum())(X))
 
 
+USES = {
+    "stopped": lambda a, b: b.sum() + jax.lax.stop_gradient(a).sum(),
+    "compared": lambda a, b: jnp.where(a > 0, b, 2 * b).sum(),
+    "rounded": lambda a, b: jnp.round(a).sum() + b.sum(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_output_whose_cotangent_is_zero_is_not_asked_for_it(policy, use, implementation):
+    """Under ``jax_remat3``, `jax.checkpoint` asks for it whatever its policy is."""
+    if implementation and policy != "dots":
+        pytest.skip("as under `jax.checkpoint`")
+    pairs = lambda x: (normalised(jnp.sin(x)), jnp.cos(x))  # noqa: E731
+    decorated = remat_kit.policy(policy)(pairs)
+    close(*(jax.grad(lambda x, f=f: USES[use](*f(x)))(X) for f in (decorated, pairs)))
+
+
 # -- calls that nobody differentiates ---------------------------------------------------------
 
 
@@ -178,6 +196,7 @@ def with_schur(x):
 def test_no_derivative_is_needed_where_none_is_taken(fn, policy, implementation):
     decorated = remat_kit.policy(policy)(fn)
     close(decorated(X), fn(X))
+    close(jax.jit(decorated)(X), fn(X))
     close(jax.jvp(lambda t: (t, decorated(X)), (1.0,), (1.0,)), ((1.0, fn(X)), (1.0, 0 * fn(X))))
 
 
