@@ -130,7 +130,21 @@ def handed_over(loss, args):
     ]
     lowered = jax.jit(backward).lower(*structs, jax.ShapeDtypeStruct((), jnp.float32))
     arguments = re.findall(r'loc\("residuals\[(\d+)\]', lowered.as_text(debug_info=True))
-    return sum(_ops.nbytes(made[int(i)].aval) for i in set(arguments))
+    value_of = numbered(jaxpr)
+    found = {value_of[made[int(i)]]: made[int(i)].aval for i in set(arguments)}
+    return sum(map(_ops.nbytes, found.values()))
+
+
+def numbered(jaxpr):
+    """Give equal numbers to equal values: results of the same operation on equal values."""
+    value_of = {v: n for n, v in enumerate([*jaxpr.invars, *jaxpr.constvars])}
+    numbers = {}
+    for eqn in jaxpr.eqns:
+        read = [repr(v) if isinstance(v, jec.Literal) else value_of[v] for v in eqn.invars]
+        operation = (eqn.primitive, re.sub(r"0x[0-9a-f]+", "", str(eqn.params)), *read)
+        for i, v in enumerate(eqn.outvars):
+            value_of[v] = numbers.setdefault((operation, i), len(value_of) + len(numbers))
+    return value_of
 
 
 def cases(quick, *rest):
