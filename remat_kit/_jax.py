@@ -597,8 +597,13 @@ def allows_custom_rule(eqns: Sequence[Any], avals: Sequence[Any]) -> bool:
     """
     allowed = effects.custom_derivatives_allowed_effects
     found = {e for eqn in eqns for e in eqn.effects}
-    refs = any(isinstance(a, AbstractRef) for a in avals)
+    refs = any(map(is_ref, avals))
     return not refs and not allowed.filter_not_in(found) and not any(map(_is_ref_effect, found))
+
+
+def is_ref(aval: Any) -> bool:
+    """Tell whether an abstract value is that of a `jax.Ref`."""
+    return isinstance(aval, AbstractRef)
 
 
 def _is_ref_effect(effect: Any) -> bool:

@@ -68,6 +68,8 @@ _derivatives: dict[Any, OperationDerivative] = {}
 
 def derivative_of(eqn: Any, mask: tuple[bool, ...]) -> OperationDerivative:
     """Linearize one equation in the inputs of ``mask``, and find the source of each residual."""
+    # JAX gives every ref of the program a ref for its tangents, even if they are zero at first.
+    mask = tuple(m or _jax.is_ref(v.aval) for m, v in zip(mask, eqn.invars, strict=True))
     if eqn.primitive.name in _LINEAR and all(_is_real(v.aval) for v in eqn.invars):
         return _of_linear(eqn, mask)
     eqn, times = _small(eqn, mask)
