@@ -3,14 +3,14 @@
 import os
 import textwrap
 
+import chain_of_blocks
 import jax
 import jax.numpy as jnp
 import pytest
+from chain_of_blocks import ARGS, DEPTH, chain, compiled
 from shapes import struct
 
 from remat_kit import _jax
-from remat_kit._chip.compile import compile_program
-from remat_kit._chip.target import target
 from remat_kit._compiled.duplicates import module_and_primitive, recomputed_ops
 from remat_kit._compiled.hlo import parse
 
@@ -156,35 +156,10 @@ def test_module_path_is_free_of_transformations(op_name, expected):
 
 
 TARGETS = ["cpu", "tpu-v5e", "h100"]
-DEPTH = 3
-
-
-def compiled(loss, args, name):
-    if not target(name).available:
-        pytest.skip(f"the compiler for {name} is not installed")
-    return compile_program(loss, args, name)
-
-
-ARGS = ([struct(64, 64)] * DEPTH * 2, struct(512, 64))
 
 
 def products(text):
     return sum(i.is_heavy for i in parse(text).instructions())
-
-
-def chain(remat):
-    """Two products and tanh a block; one block is one region."""
-
-    def block(x, w0, w1):
-        return jnp.tanh(jnp.tanh(x @ w0) @ w1)
-
-    def loss(ws, x):
-        for i in range(DEPTH):
-            with jax.named_scope(f"block_{i}"):
-                x = remat(block)(x, ws[2 * i], ws[2 * i + 1])
-        return jnp.sum(x * x)
-
-    return loss
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -200,7 +175,7 @@ def test_block_with_nothing_saved_runs_its_products_twice(name):
     assert {m: n for m, n in found.by_module.items() if m} == {
         f"block_{i}": 4 for i in range(DEPTH)
     }
-    assert all(op.source.startswith(os.path.relpath(__file__)) for op in found.ops)
+    assert all(op.source.startswith(os.path.relpath(chain_of_blocks.__file__)) for op in found.ops)
 
 
 @pytest.mark.parametrize("name", TARGETS)

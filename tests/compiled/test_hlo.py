@@ -1,10 +1,7 @@
 import jax
-import jax.numpy as jnp
 import pytest
-from shapes import struct
+from chain_of_blocks import ARGS, chain, compiled
 
-from remat_kit._chip.compile import compile_program
-from remat_kit._chip.target import target
 from remat_kit._compiled import hlo as _hlo
 from remat_kit._compiled.hlo import parse
 
@@ -17,33 +14,6 @@ def test_text_without_an_entry_is_refused():
 
 
 # -- compiled -------------------------------------------------------------------------------
-
-
-DEPTH = 3
-
-
-def compiled(loss, args, name):
-    if not target(name).available:
-        pytest.skip(f"the compiler for {name} is not installed")
-    return compile_program(loss, args, name)
-
-
-ARGS = ([struct(64, 64)] * DEPTH * 2, struct(512, 64))
-
-
-def chain(remat):
-    """Two products and tanh a block; one block is one region."""
-
-    def block(x, w0, w1):
-        return jnp.tanh(jnp.tanh(x @ w0) @ w1)
-
-    def loss(ws, x):
-        for i in range(DEPTH):
-            with jax.named_scope(f"block_{i}"):
-                x = remat(block)(x, ws[2 * i], ws[2 * i + 1])
-        return jnp.sum(x * x)
-
-    return loss
 
 
 def test_every_instruction_of_a_real_program_is_parsed():

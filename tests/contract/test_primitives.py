@@ -100,9 +100,12 @@ def unless_jax_refuses(attempt, function, policy):
         raise
 
 
-# JAX 0.12 misreads an array of another layout that a jitted function returns to an eager caller, so
-# the undecorated gradient is wrong. The sharding of an array is inspected in compiled programs.
-COMPILED = {"layout_constraint", "inspect_sharding"}
+# Evaluated in one compiled program. JAX 0.12 misreads an array of another layout that a jitted
+# function returns to an eager caller, so the undecorated gradient is wrong. JAX inspects shardings
+# in compiled programs only, and inside of one it rounds the result of `scaled_dot` differently.
+COMPILED = {"layout_constraint", "inspect_sharding", "scaled_dot"}
+
+UNTRANSLATED = {"pbroadcast"}  # JAX has no translation of it for CPUs
 
 
 def evaluated(name, jaxpr):
@@ -156,10 +159,9 @@ def test_a_decorated_program_has_the_same_gradient(name, place, policy):
     function = PLACES[place](layer(name))
     decorated = remat_kit.policy(policy)(function)
     found = unless_jax_refuses(lambda: derivative(decorated), function, policy)
-    try:
-        expected = evaluated(name, plain)
-    except NotImplementedError as error:  # `pbroadcast` has no translation for CPUs
-        pytest.skip(f"JAX cannot evaluate the undecorated gradient: {error}"[:120])
+    if name in UNTRANSLATED:
+        pytest.skip("JAX cannot evaluate the undecorated gradient on a CPU")
+    expected = evaluated(name, plain)
     np.testing.assert_allclose(evaluated(name, found), expected, rtol=1e-5, atol=1e-6)
     remat_kit.diff(loss_of(function), loss_of(decorated), X).text()
 
@@ -179,7 +181,8 @@ def test_a_program_is_planned(name, place):
 @pytest.mark.parametrize("place", PLACES)
 def test_a_compiled_program_of_all_primitives_is_read_back(place):
     """One program of them all, since compiling takes seconds."""
-    names = [n for n in NAMES if gradient(n, place) is not None and n not in CALLBACKS]
+    left_out = CALLBACKS | UNTRANSLATED
+    names = [n for n in NAMES if gradient(n, place) is not None and n not in left_out]
 
     def loss(x):
         return loss_of(lambda x: sum(PLACES[place](layer(n))(x) for n in names))(x)
