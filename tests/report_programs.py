@@ -23,6 +23,7 @@ def loss(w, x):
 
 
 KEYS = {
+    "headline": str,
     "policy": str,
     "saved_bytes": int,
     "offloaded_bytes": int,

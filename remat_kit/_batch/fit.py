@@ -29,10 +29,11 @@ from remat_kit._chip.compile import Compiled
 from remat_kit._chip.memory import Memory
 from remat_kit._chip.target import Target
 from remat_kit._errors import UserError
+from remat_kit._inspect.headline import batches_headline
 from remat_kit._inspect.tables import NO_POLICY, policy_text, versions
 from remat_kit._program.builder import Loss
 from remat_kit._program.gradient import Argnums, abstract
-from remat_kit._show.table import Shown, Table
+from remat_kit._show.table import Lines, Shown, Table, headed
 from remat_kit._units import format_bytes
 
 # -- the fit matrix ---------------------------------------------------------------------------
@@ -149,6 +150,11 @@ class Fit(Shown):
         return tuple(sorted((c for c in self.cells if c.fits), key=_largest_then_fastest))
 
     @property
+    def headline(self) -> str:
+        """The answer in one sentence: the largest batch that fits each chip."""
+        return batches_headline((c.target, c.policy, c.batch * c.fits) for c in self.cells)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the reader must know about these numbers."""
         own = [] if self.complete else ["interrupted: some are missing"]
@@ -159,6 +165,7 @@ class Fit(Shown):
 
         The keys::
 
+            headline             str     the largest batch that fits each chip
             targets, policies    list of str
             batches              list of int
             cells                list, one object for each that was compiled:
@@ -179,6 +186,7 @@ class Fit(Shown):
         """
         named = {"model": self.model} if self.model else {}
         return named | {
+            "headline": self.headline,
             "targets": list(dict.fromkeys(c.target for c in self.cells)),
             "policies": list(dict.fromkeys(c.policy for c in self.cells)),
             "batches": sorted({c.batch for c in self.cells}),
@@ -188,9 +196,9 @@ class Fit(Shown):
             "versions": versions(),
         }
 
-    def tables(self) -> list[Table]:
-        """Return the one table."""
-        return [self.table()]
+    def tables(self) -> list[Table | Lines]:
+        """Return the headline and the table."""
+        return [*([headed(self.headline)] if self.cells else []), self.table()]
 
     def table(self) -> Table:
         """Return a table with a column for each batch size."""

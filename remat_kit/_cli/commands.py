@@ -9,6 +9,7 @@ import functools
 import inspect
 import os
 import pathlib
+import shlex
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
@@ -139,12 +140,27 @@ def inspect_command(options: argparse.Namespace) -> None:
                             against=earlier,
                         )
                     )
-    comparison = _comparison.Comparison(tuple(reports))
+    asked = _plan_command(job)
+    comparison = _comparison.Comparison(
+        tuple(dataclasses.replace(report, plan_command=asked) for report in reports)
+    )
+    reports = comparison.reports
     alone = len(reports) == 1
     shown = [*([] if alone else [comparison]), *(reports if alone or options.full else [])]
     named = dataclasses.replace(comparison, model=job.builder.address)
     writes = [functools.partial(write_file, file, named) for file in files]
     answer(options, job.described() | comparison.to_json(), shown, writes)
+
+
+def _command(name: str, job: _Job, *words: str) -> str:
+    """Return the command line of another question about the same program, without its target."""
+    sizes = [f"{key}={value}" for key, value in job.sizes.items()]
+    sized = ["--size", *sizes] if sizes else []
+    return shlex.join(["remat-kit", name, job.builder.address, *sized, *words])
+
+
+def _plan_command(job: _Job) -> str:
+    return _command("plan", job, "--budget", "fit")
 
 
 def _files(options: argparse.Namespace) -> list[tuple[str, str, pathlib.Path]]:
@@ -230,11 +246,14 @@ def _planned(
 def plan_command(options: argparse.Namespace) -> None:
     from remat_kit._planner import plan as _plan
     from remat_kit._planner.search import parsed_budget
+    from remat_kit._show.table import headed
 
     budget = parsed_budget(options.budget, where=f"--budget {options.budget[:64]}")
     found, plain = _planned(options, _plan.plan, budget=budget)
     writes = [functools.partial(write_with, options.save, "save", found.save)]
-    answer(options, plain, [found.explain()], writes if options.save else ())
+    answer(
+        options, plain, [headed(found.headline), found.explain()], writes if options.save else ()
+    )
 
 
 def _optimizer(text: str | None) -> Any:
@@ -297,6 +316,8 @@ def frontier_command(options: argparse.Namespace) -> None:
 
 def measure_command(options: argparse.Namespace) -> None:
     from remat_kit._chip.compile import measure
+    from remat_kit._inspect.headline import measured_headline
+    from remat_kit._show.table import headed
 
     found: dict[str, dict[str, Any]] = {}
     optimizer = _optimizer(options.optimizer)
@@ -318,7 +339,10 @@ def measure_command(options: argparse.Namespace) -> None:
         }
         for policy, by_target in found.items()
     ]
-    answer(options, job.described() | {"policies": policies}, [_memory_table(found, lints)])
+    void = {policy: some[0].code for policy, some in lints.items() if some}
+    said = measured_headline(found, void, _command("inspect", job), _plan_command(job))
+    plain = job.described() | {"headline": said, "policies": policies}
+    answer(options, plain, [headed(said), _memory_table(found, lints)])
 
 
 def _memory_table(found: dict[str, dict[str, Any]], lints: dict[str, list[Any]]) -> Any:
@@ -349,6 +373,8 @@ def max_batch_command(options: argparse.Namespace) -> None:
     from remat_kit._batch import max_batch as _max_batch
     from remat_kit._batch import model as _model
     from remat_kit._chip.target import target
+    from remat_kit._inspect.headline import batches_headline
+    from remat_kit._show.table import headed
 
     found: list[_max_batch.MaxBatch] = []
     with _job(options, targets=("cpu",)) as job:
@@ -374,9 +400,10 @@ def max_batch_command(options: argparse.Namespace) -> None:
     if interrupted and not found:
         raise KeyboardInterrupt
     rows = [m.to_json() for m in found]
+    said = batches_headline((m.target, m.policy, m.batch) for m in found)
     named = {"batch_name": options.batch_name, "complete": not interrupted, "results": rows}
     table = _max_batch.max_batch_table(found, job.builder.address)
-    answer(options, job.described() | named, [table])
+    answer(options, job.described() | {"headline": said} | named, [headed(said), table])
     if interrupted:
         raise KeyboardInterrupt
 
@@ -399,7 +426,7 @@ def fit_command(options: argparse.Namespace) -> None:
                 call="remat-kit fit",
             )
     named = {"batch_name": options.batch_name}
-    answer(options, job.described() | named | found.to_json(), [found.table()])
+    answer(options, job.described() | named | found.to_json(), found.tables())
     if not found.complete:
         raise KeyboardInterrupt
 

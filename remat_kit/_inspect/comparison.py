@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from remat_kit._inspect.headline import headline as _headline
 from remat_kit._inspect.lints.lint import raised_peak
 from remat_kit._inspect.report import Report, ShownReport
 from remat_kit._inspect.tables import (
@@ -16,7 +17,7 @@ from remat_kit._inspect.tables import (
     unknown_table,
     versions,
 )
-from remat_kit._show.table import Table
+from remat_kit._show.table import Lines, Table, headed
 
 # -- several reports --------------------------------------------------------------------------
 
@@ -33,7 +34,7 @@ class Comparison(ShownReport):
     >>> both = Comparison((inspect(loss, w, policy="dots"), inspect(loss, w)))
     >>> [r.policy for r in both.reports]
     ['none', 'dots']
-    >>> print(both)
+    >>> print(both.tables()[1])
     policies
     policy  saved          offloaded  recomputed FLOPs
     ------  -------------  ---------  ----------------
@@ -54,21 +55,28 @@ class Comparison(ShownReport):
         reports = tuple(r if base is None or r is base else _beside(r, base) for r in ordered)
         object.__setattr__(self, "reports", reports)
 
+    @property
+    def headline(self) -> str:
+        """The comparison in one sentence: what the first needs, and which policy is best."""
+        return _headline(self.reports, self.reports[0].plan_command) if self.reports else ""
+
     def to_json(self) -> dict[str, Any]:
-        """Return plain values: ``versions``, and ``policies``, a list of reports.
+        """Return plain values: ``headline``, ``versions``, and ``policies``, a list of reports.
 
         Each report is what `Report.to_json` returns; the report of ``none`` comes first if there
         is one. If there is a ``model``, its name precedes them.
         """
         named = {"model": self.model} if self.model else {}
-        return named | {"versions": versions(), "policies": [r.to_json() for r in self.reports]}
+        said = {"headline": self.headline, "versions": versions()}
+        return named | said | {"policies": [r.to_json() for r in self.reports]}
 
     def _plain(self) -> dict[str, Any]:
         return self.to_json() | {"policies": [r._with_buffers() for r in self.reports]}
 
-    def tables(self) -> list[Table]:
-        """Return the comparison as tables: all policies, all targets, and any lints."""
-        found = [summary_table(self.reports, title=f"policies{of_model(self.model)}")]
+    def tables(self) -> list[Table | Lines]:
+        """Return the headline, and tables: all policies, all targets, and any lints."""
+        found: list[Table | Lines] = [headed(self.headline)] if self.headline else []
+        found.append(summary_table(self.reports, title=f"policies{of_model(self.model)}"))
         if any(r.memory for r in self.reports):
             found.append(memory_table(self.reports))
         if self.reports and self.reports[0].unknown_costs:

@@ -25,6 +25,7 @@ from remat_kit._inspect.compare import Change as Change
 from remat_kit._inspect.compare import compare as compare
 from remat_kit._inspect.diff import Diff as Diff
 from remat_kit._inspect.diff import diff as diff
+from remat_kit._inspect.headline import headline as _headline
 from remat_kit._inspect.lints.lint import lints_of
 from remat_kit._inspect.lints.scene import CompiledFacts, Lint
 from remat_kit._inspect.reading import Reading, TracedReading, read
@@ -48,7 +49,7 @@ from remat_kit._program.gradient import trace_gradient
 from remat_kit._program.paths import roll_up as roll_up
 from remat_kit._show import figures as _figures
 from remat_kit._show import page as _page
-from remat_kit._show.table import Shown, Table
+from remat_kit._show.table import Lines, Shown, Table, headed
 
 # -- one report -------------------------------------------------------------------------------
 
@@ -245,6 +246,8 @@ class Report(ShownReport):
         lints: things that cost memory or time without a benefit, and what to do about them.
         change: the difference from an earlier report, if `against` was called.
         unknown_costs: operations of the loss whose cost is unknown; no FLOPs include them.
+        plan_command: the command that the headline names for a plan, without its target; by default
+            the Python call.
     """
 
     policy: str
@@ -261,6 +264,12 @@ class Report(ShownReport):
     lints: tuple[Lint, ...] = ()
     change: Change | None = None
     unknown_costs: tuple[UnknownCost, ...] = ()
+    plan_command: str = dataclasses.field(default="", repr=False, compare=False)
+
+    @property
+    def headline(self) -> str:
+        """The report in one sentence: what is needed, what holds it, and what to do about it."""
+        return _headline([self], self.plan_command)
 
     def against(self, before: Any) -> Report:
         """Return this report with its differences from an earlier one.
@@ -301,6 +310,7 @@ class Report(ShownReport):
 
         The keys::
 
+            headline           str     the report in one sentence
             policy             str     the policy: name, text, a plan's title; "none" without one
             saved_bytes        int     of intermediate values saved on the device
             offloaded_bytes    int     of intermediate values saved in the host's memory
@@ -412,6 +422,7 @@ class Report(ShownReport):
         FLOPs count a multiplication and an addition each as one.
         """
         return {
+            "headline": self.headline,
             "policy": self.policy,
             "saved_bytes": self.saved_bytes,
             "offloaded_bytes": self.offloaded_bytes,
@@ -448,9 +459,10 @@ class Report(ShownReport):
         peaks = {name: r.peak.to_json(limit=len(r.peak.held)) for name, r in self.readings.items()}
         return self.to_json() | {"peak": peaks}
 
-    def tables(self) -> list[Table]:
-        """Return the report as tables: totals, kept, recomputed, memory, and lints if any."""
-        found = [summary_table([self], title=f"policy {self.policy}")]
+    def tables(self) -> list[Table | Lines]:
+        """Return the headline, and tables: totals, kept, recomputed, memory, and lints if any."""
+        found: list[Table | Lines] = [headed(self.headline)]
+        found.append(summary_table([self], title=f"policy {self.policy}"))
         if self.saved:
             found.append(saved_table(self))
         if self.recomputed:

@@ -121,6 +121,23 @@ def counterfactuals(
     return tuple(sorted(found, key=lambda c: (-c.saved_bytes, c.extra_flops_fraction)))
 
 
+def worthwhile(found: Counterfactual, peak_bytes: int, step_seconds: float) -> bool:
+    """Tell whether a suggestion is worth its price.
+
+    It must lower the peak by at least 1 %, and by at least 1 % for each 1 % of the step's time
+    that the recomputation takes. A suggestion that lowers the peak by 2 MiB of 10 GiB, or by 5 %
+    for +25 % time, is not worth its price.
+
+    Args:
+        found: the suggestion.
+        peak_bytes: the peak that it lowers.
+        step_seconds: the roofline time of the whole program.
+    """
+    gain = found.saved_bytes / peak_bytes if peak_bytes else 0.0
+    price = found.extra_seconds / step_seconds if step_seconds else 0.0
+    return gain >= max(0.01, price)
+
+
 class _Model:
     def __init__(self, schedule: Schedule, origins: Mapping[str, Origin], estimate: Estimate):
         self.schedule = schedule

@@ -121,9 +121,22 @@ class Plan(Planned):
         """Peak of the compiled step on the device in bytes, or None if it is unknown."""
         return self.compiled.peak_bytes if self.compiled else None
 
+    @property
+    def headline(self) -> str:
+        """The plan in one sentence: the memory without it, with it, and its price."""
+        from remat_kit._inspect.headline import plan_headline
+
+        if self.baseline is None or self.compiled is None or self.point is None:
+            return str(self)
+        extra = self.point.extra_seconds
+        return plan_headline(
+            self.baseline, self.compiled, self.step_seconds, extra, self.peak_phase
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values, ready for `json.dumps`."""
         return {
+            "headline": self.headline,
             "target": self.target,
             "budget_bytes": self.budget_bytes,
             "predicted_peak_bytes": self.predicted_peak_bytes,

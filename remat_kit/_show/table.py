@@ -123,6 +123,11 @@ class Lines:
         return f'<pre style="color:inherit;background:transparent">{body}</pre>'
 
 
+def headed(text: str) -> Lines:
+    """Return a headline, which opens an answer."""
+    return Lines((("#", text),))
+
+
 class Shown:
     """Base class of answers: they print as plain text, in a terminal and in a notebook."""
 

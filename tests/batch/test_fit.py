@@ -64,6 +64,8 @@ def test_chips_that_the_compiler_cannot_tell_apart_share_their_programs(table):
 
 def test_fit_is_shown(table):
     lines = str(table).splitlines()
+    assert lines[0] == table.headline
+    lines = lines[2:]
     assert lines[0] == "what fits, build"
     assert lines[1].split("  ")[0] == "target"
     assert "batch 32" in lines[1]
@@ -166,7 +168,7 @@ def test_command_fit(run, tmp_path):
         f"1/6 none on {CHIP}: batch 32",
         f"6/6 nothing on {CHIP}: batch 512 (64 fits with none)",
     ]
-    assert out.startswith(f"what fits, {MLP}\n")
+    assert out.startswith(f"{plain['headline']}\n\nwhat fits, {MLP}\n")
     status, out, _ = run(*argv, "--json", "-")
     assert all(cell["cached"] for cell in json.loads(out)["cells"])
 

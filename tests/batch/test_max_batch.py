@@ -320,7 +320,7 @@ def test_command_max_batch(run, tmp_path):
     assert list(found) == [(CHIP, "none"), (CHIP, "nothing")]
     wanted = remat_kit.max_batch(mlp, target=CHIP, policy="nothing", step=32)
     assert found[CHIP, "nothing"]["batch"] == wanted.batch
-    assert out.startswith(f"the largest batch that fits, {MLP}\n")
+    assert out.startswith(f"{plain['headline']}\n\nthe largest batch that fits, {MLP}\n")
     assert f"×{wanted.batch / found[CHIP, 'none']['batch']:.3g}" in out
     lines = err.splitlines()
     assert lines[0] == f"none on {CHIP}: batch 32"

@@ -14,7 +14,8 @@ SMALL = ["--size", "batch=8", "features=16", "hidden=32"]
 def test_measure_has_the_baseline_first(run):
     status, out, err = run("measure", MLP, *SMALL, "--policy", "dots", "nothing")
     assert status == 0
-    lines = [line.split()[:2] for line in out.splitlines()[3:]]
+    lines = [line.split()[:2] for line in out.splitlines()[5:]]
+    assert out.startswith("Without a policy the gradient needs ")
     rows, footer = lines[:3], lines[3:]
     assert rows == [["none", "cpu"], ["dots", "cpu"], ["nothing", "cpu"]]
     assert all(word in ("note:", "lint:") for word, _ in footer)
