@@ -7,4 +7,6 @@ when it is first used, so `remat-kit --version` and the pytest plugin do not imp
 import remat_kit._interrupt as _interrupt  # noqa: F401, I001 (first: Ctrl-C during the imports)
 import lazy_loader as _lazy_loader
 
+__version__ = "0.2.0"
+
 __getattr__, __dir__, __all__ = _lazy_loader.attach_stub(__name__, __file__)

@@ -70,3 +70,5 @@ from ._policy.structural import planned as planned
 from ._policy.structural import segments as segments
 from ._policy.structural import uniform as uniform
 from ._program.value import Value as Value
+
+__version__: str

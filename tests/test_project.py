@@ -76,7 +76,7 @@ def wheel(tmp_path_factory):
     return zipfile.ZipFile(path)
 
 
-def test_wheel_holds_the_package_with_the_recipes_inside_and_the_plugin(wheel):
+def test_wheel_holds_the_package_with_the_recipes_and_models_inside_and_the_plugin(wheel):
     names = [n for n in wheel.namelist() if not n.split("/")[0].endswith(".dist-info")]
     assert {n.split("/")[0] for n in names} == {"remat_kit"}
     recipes = {n.split("/")[-1] for n in names if n.startswith("remat_kit/policies/")}
@@ -86,7 +86,8 @@ def test_wheel_holds_the_package_with_the_recipes_inside_and_the_plugin(wheel):
     stubs = {"remat_kit/__init__.pyi", "remat_kit/testing/__init__.pyi"}
     assert parts | stubs <= set(names)
     modules = {n for n in names if n.endswith(".py")}
-    assert modules == {str(p.relative_to(ROOT)) for p in MODULES}
+    models = {f"remat_kit/models/{p.name}" for p in (ROOT / "models").glob("*.py")}
+    assert modules == {str(p.relative_to(ROOT)) for p in MODULES} | models
 
 
 def test_wheel_says_who_it_is(wheel):
@@ -94,6 +95,7 @@ def test_wheel_says_who_it_is(wheel):
     text = wheel.read(metadata).decode()
     assert "Requires-Python: >=3.11" in text
     assert "License-Expression: Apache-2.0" in text
+    assert f"Version: {remat_kit.__version__}\n" in text
     (scripts,) = [n for n in wheel.namelist() if n.endswith("entry_points.txt")]
     assert "remat-kit = remat_kit._cli.main:main" in wheel.read(scripts).decode()
     assert "[pytest11]\nremat_kit = remat_kit.testing.plugin" in wheel.read(scripts).decode()

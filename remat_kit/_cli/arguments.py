@@ -12,6 +12,7 @@ import argparse
 import pathlib
 from typing import Any, NoReturn
 
+import remat_kit
 from remat_kit._cli.commands import (
     bench_command,
     diff_command,
@@ -36,20 +37,6 @@ class _Parser(argparse.ArgumentParser):
         if "FILE_OR_MODULE:build" in message:
             hint = f"the model comes first: {self.prog} models/gpt.py:build --policy dots"
         self.exit(USER_FAULT, f"error: {message}\nhint: {hint}\n")
-
-
-class _Version(argparse.Action):
-    """Print the version, which takes 30 ms to find, only if it is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        import importlib.metadata
-
-        try:
-            version = importlib.metadata.version("remat-kit")
-        except importlib.metadata.PackageNotFoundError:
-            version = "(not installed)"
-        print(f"remat-kit {version}")
-        parser.exit()
 
 
 def _whole(text: str) -> int:
@@ -247,9 +234,7 @@ def argument_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--version", action=_Version, nargs=0, help="show program's version number and exit"
-    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {remat_kit.__version__}")
     commands = parser.add_subparsers(
         required=True, metavar="COMMAND", dest="command", parser_class=_Parser
     )
