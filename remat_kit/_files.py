@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Where are the files that come with the package, and how are files written whole or not at all?"""
 
 from __future__ import annotations
 
@@ -9,6 +9,31 @@ import stat
 from pathlib import Path
 
 UNFINISHED = ".writing-"
+
+
+_PACKAGE = Path(__file__).parent
+
+
+def data_folder(name: str) -> Path:
+    """Return the folder of the models or the policies: in a wheel it is inside the package.
+
+    >>> sorted(path.name for path in data_folder("models").glob("gpt*.py"))
+    ['gpt.py', 'gpt_nnx.py']
+    """
+    inside = _PACKAGE / name
+    return inside if inside.is_dir() else _PACKAGE.parent / name
+
+
+def is_own_file(name: str) -> bool:
+    """Tell whether a source file is one of this package. Its models are programs like a user's.
+
+    >>> is_own_file(__file__), is_own_file(str(data_folder("models") / "gpt.py"))
+    (True, False)
+    """
+    return name.startswith(f"{_PACKAGE}{os.sep}") and not name.startswith(_PACKAGED_MODELS)
+
+
+_PACKAGED_MODELS = f"{_PACKAGE / 'models'}{os.sep}"
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:

@@ -10,20 +10,24 @@ from typing import Any
 
 from remat_kit import _jax
 from remat_kit._errors import RematKitWarning
+from remat_kit._files import is_own_file
 
 
 @functools.cache
-def _library_folders() -> tuple[str, ...]:
+def _flax_folder() -> str:
     import flax
 
-    folders = [os.path.dirname(flax.__file__), os.path.dirname(__file__)]
-    return tuple(f + os.sep for f in folders)
+    return os.path.dirname(flax.__file__) + os.sep
+
+
+def _is_flax_or_own(name: str) -> bool:
+    return name.startswith(_flax_folder()) or is_own_file(name)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_library_file(name: str) -> bool:
     """Tell whether a source file is one of JAX, Flax, remat_kit or the standard library."""
-    return _jax.is_jax_file(name) or name.startswith(_library_folders())
+    return _jax.is_jax_file(name) or _is_flax_or_own(name)
 
 
 def source_of(eqn: Any) -> tuple[str, int]:
@@ -34,7 +38,7 @@ def source_of(eqn: Any) -> tuple[str, int]:
     """
     first = ("", 0)
     for file, line, _ in _jax.user_frames(eqn):
-        if not file.startswith(_library_folders()):
+        if not _is_flax_or_own(file):
             return file, line
         first = first if first[1] else (file, line)
     return first

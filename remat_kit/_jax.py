@@ -1017,13 +1017,13 @@ def traces_of_their_own() -> Any:
 # -- tracebacks -----------------------------------------------------------------------------
 
 
-def hide_frames(directory: str) -> None:
-    """Leave the files of a directory out of filtered tracebacks. Seen on 0.10.2, 0.12.
+def hide_frames(path: str) -> None:
+    """Leave a file, or the files of a directory, out of filtered tracebacks. Seen on 0.10.2, 0.12.
 
     They stay in the locations of a lowered program: the identity of a program ends where a frame of
     this package begins, so that it does not depend on who asked for it (see `lower`).
     """
-    traceback_util.register_exclusion(directory)
+    traceback_util.register_exclusion(path)
 
 
 def entry(fn: Any) -> Any:
@@ -1031,7 +1031,10 @@ def entry(fn: Any) -> Any:
     return traceback_util.api_boundary(fn)
 
 
-hide_frames(os.path.dirname(__file__) + os.sep)
+# One by one, because a wheel has the models in the package too, and their frames are shown.
+for _entry in os.scandir(os.path.dirname(__file__)):
+    if _entry.name not in ("models", "policies", "__pycache__"):
+        hide_frames(_entry.path)
 
 
 # -- policies -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The project as a whole: the wheel, the public names, the order of modules, the benchmarks."""
+"""The project as a whole: the public names, the order of modules, the benchmarks."""
 
 import ast
 import collections
@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import tomllib
-import zipfile
 
 import pytest
 
@@ -56,60 +55,6 @@ def tracked():
         path = ROOT / name
         if path.is_file() and path.suffix != ".png":
             yield name, path.read_text(encoding="utf-8")
-
-
-# -- the wheel --------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "build", "--wheel", "--no-isolation"),
-            *("--outdir", str(folder), str(ROOT)),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    (path,) = folder.glob("*.whl")
-    return zipfile.ZipFile(path)
-
-
-def test_wheel_holds_the_package_with_the_recipes_and_models_inside_and_the_plugin(wheel):
-    names = [n for n in wheel.namelist() if not n.split("/")[0].endswith(".dist-info")]
-    assert {n.split("/")[0] for n in names} == {"remat_kit"}
-    recipes = {n.split("/")[-1] for n in names if n.startswith("remat_kit/policies/")}
-    assert recipes >= {p.name for p in (ROOT / "policies").glob("*.toml")}
-    assert "remat_kit/py.typed" in names
-    parts = {f"remat_kit/_show/page.{kind}" for kind in ("html", "css", "js")}
-    stubs = {"remat_kit/__init__.pyi", "remat_kit/testing/__init__.pyi"}
-    assert parts | stubs <= set(names)
-    modules = {n for n in names if n.endswith(".py")}
-    models = {f"remat_kit/models/{p.name}" for p in (ROOT / "models").glob("*.py")}
-    assert modules == {str(p.relative_to(ROOT)) for p in MODULES} | models
-
-
-def test_wheel_says_who_it_is(wheel):
-    (metadata,) = [n for n in wheel.namelist() if n.endswith("METADATA")]
-    text = wheel.read(metadata).decode()
-    assert "Requires-Python: >=3.11" in text
-    assert "License-Expression: Apache-2.0" in text
-    assert f"Version: {remat_kit.__version__}\n" in text
-    (scripts,) = [n for n in wheel.namelist() if n.endswith("entry_points.txt")]
-    assert "remat-kit = remat_kit._cli.main:main" in wheel.read(scripts).decode()
-    assert "[pytest11]\nremat_kit = remat_kit.testing.plugin" in wheel.read(scripts).decode()
-
-
-def test_installed_wheel_finds_its_recipes(wheel, tmp_path):
-    wheel.extractall(tmp_path)
-    code = "import remat_kit; print(remat_kit.__file__); print(len(remat_kit.recipes()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    place, count = done.stdout.split()
-    assert pathlib.Path(place).is_relative_to(tmp_path)
-    assert int(count) == len(list((ROOT / "policies").glob("*.toml")))
 
 
 # -- the public names -------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 The package cyclopts would accept the same calls, but it starts too slowly: importing it takes
 0.09 s of processor time and importing argparse 0.02 s, so that cyclopts prints the help of an
-example with two commands in 0.19 s, and argparse the help of these ten in 0.1 s; the limit is
+example with two commands in 0.19 s, and argparse the help of these eleven in 0.1 s; the limit is
 0.2 s.
 """
 
@@ -25,6 +25,7 @@ from remat_kit._cli.commands import (
     policies_command,
     targets_command,
 )
+from remat_kit._cli.models import models_command
 from remat_kit._cli.output import BASELINE, STATUSES, USER_FAULT
 from remat_kit._cli.published import COMPILES, TABLE
 
@@ -35,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         hint = f"`{self.prog} --help` shows what it takes"
         if "FILE_OR_MODULE:build" in message:
-            hint = f"the model comes first: {self.prog} models/gpt.py:build --policy dots"
+            hint = f"the model comes first: {self.prog} gpt --policy dots"
         self.exit(USER_FAULT, f"error: {message}\nhint: {hint}\n")
 
 
@@ -66,6 +67,7 @@ _COMMANDS = {
     ),
     "policies": (policies_command, "list the presets, or show one"),
     "targets": (targets_command, "list the chips that can be compiled for"),
+    "models": (models_command, "list the models that come with remat_kit, or show one"),
 }
 
 
@@ -86,7 +88,7 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, dict[str, Any]], ...] = (
         "model",
         _MODEL,
         "a Python file or module and a function in it that returns (loss_fn, args): "
-        "models/gpt.py:build, my_package.train:build",
+        "train.py:build, my_package.train:build; or a model of `remat-kit models`: gpt",
         {"metavar": "FILE_OR_MODULE:build"},
     ),
     (
@@ -199,8 +201,8 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, dict[str, Any]], ...] = (
     (
         "--models",
         ("bench",),
-        "the folder of the model files",
-        {"metavar": "DIR", "default": "models"},
+        "a folder with model files that replace those of remat_kit",
+        {"metavar": "DIR"},
     ),
     (
         "--size",
@@ -215,6 +217,7 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, dict[str, Any]], ...] = (
         {**_NUMBER, "default": COMPILES},
     ),
     ("name", ("policies",), "a preset, a recipe or a policy", {"metavar": "NAME", "nargs": "?"}),
+    ("name", ("models",), "a model", {"metavar": "NAME", "nargs": "?"}),
     (
         "--json",
         tuple(_COMMANDS),

@@ -19,6 +19,7 @@ from remat_kit._chip.memory import temporaries
 from remat_kit._chip.target import target as find_target
 from remat_kit._cli.published import COMPILES, Published, published
 from remat_kit._errors import BuildError, UserError
+from remat_kit._files import data_folder
 from remat_kit._planner import frontier as _frontier
 from remat_kit._planner.proposals import silent
 from remat_kit._planner.search import Search
@@ -181,7 +182,7 @@ def bench(
     arch: str,
     target: str = "cpu",
     *,
-    models: str | pathlib.Path = "models",
+    models: str | pathlib.Path | None = None,
     sizes: Mapping[str, Any] | None = None,
     compiles: int = COMPILES,
     progress: Callable[[str], None] | None = None,
@@ -197,7 +198,7 @@ def bench(
     Args:
         arch: as in `TABLE`.
         target: the chip to compile for; on ``local`` every program also runs.
-        models: the folder of the model files.
+        models: the folder of the model files; by default that of the package.
         sizes: for the builder of the model; they replace those of the paper.
         compiles: how many programs may be compiled for each of the three plans, in addition to the
             one without a plan.
@@ -237,13 +238,12 @@ def bench(
     )
 
 
-def _address(paper: Published, models: str | pathlib.Path) -> str:
-    path = pathlib.Path(models) / f"{paper.file}.py"
+def _address(paper: Published, models: str | pathlib.Path | None) -> str:
+    path = pathlib.Path(models or data_folder("models")) / f"{paper.file}.py"
     if not path.is_file():
         raise BuildError(
             f"`--models {models}`: this folder has no {path.name}, the model of {paper.arch}",
-            hint="the models do not come with the package: run this in a checkout of remat_kit, or "
-            "name its folder of models with --models DIR",
+            hint="leave --models out to use the model that comes with remat_kit",
         )
     return f"{path}:build"
 

@@ -19,7 +19,7 @@ from remat_kit._cli.output import (
     LONGEST_OPTIMIZER,
     PLAN_OPTIONS,
     answer,
-    explained_write,
+    check_writable,
     lints_of_a_raised_peak,
     read_call,
     refuse_idle,
@@ -71,7 +71,7 @@ def _job(options: argparse.Namespace, targets: Sequence[str] = ()) -> Iterator[_
     policies = _checked_policies(options.policy, plans)
     _check_targets(chosen)
     for kind in ("json", "save"):
-        _check_writable(getattr(options, kind, None), kind)
+        check_writable(getattr(options, kind, None), kind)
     with loaded(options.model) as builder:
         if set(policies[1:]) - plans and options.at is None and not builder.takes_policy:
             raise UserError(
@@ -188,7 +188,7 @@ def _files(options: argparse.Namespace) -> list[tuple[str, str, pathlib.Path]]:
             from remat_kit._show.figures import check_picture
 
             check_picture(path, call=f"--png {path}")
-        _check_writable(path, kind)
+        check_writable(path, kind)
     return found
 
 
@@ -304,7 +304,7 @@ def frontier_command(options: argparse.Namespace) -> None:
     if options.html:
         check_drawing(call=f"--html {options.html}")
     for kind in ("png", "html"):
-        _check_writable(getattr(options, kind), kind)
+        check_writable(getattr(options, kind), kind)
     found, plain = _planned(options, _frontier.frontier)
     writes = [
         functools.partial(write_with, path, kind, getattr(found, f"to_{kind}"))
@@ -463,7 +463,7 @@ def bench_command(options: argparse.Namespace) -> None:
     _stay_off_the_device((options.target,))
     sizes = parse_sizes(options.size)
     _check_targets((options.target,))
-    _check_writable(options.json)
+    check_writable(options.json)
     with Progress() as progress:
         row = _bench.bench(
             options.arch,
@@ -480,7 +480,7 @@ def policies_command(options: argparse.Namespace) -> None:
     from remat_kit._policy import recipe as _recipe
     from remat_kit._show.table import Table
 
-    _check_writable(options.json)
+    check_writable(options.json)
     chosen = [_recipe_of(options.name)] if options.name else _recipe.recipes()
     plain = [_recipe_json(recipe) for recipe in chosen]
     if options.name:
@@ -511,7 +511,7 @@ def targets_command(options: argparse.Namespace) -> None:
     from remat_kit._show.table import Table
     from remat_kit._units import format_bytes
 
-    _check_writable(options.json)
+    check_writable(options.json)
     _stay_off_the_device(())
     chips = targets()
     rows = []
@@ -529,22 +529,3 @@ def _target_json(chip: Any) -> dict[str, Any]:
     )
     plain = {name: getattr(chip, name) for name in names}
     return plain | {"flops_per_second": dict(chip.flops_per_second)}
-
-
-# -- what is written --------------------------------------------------------------------------
-
-
-def _check_writable(path: str | pathlib.Path | None, kind: str = "json") -> None:
-    """Raise before the long work if the file cannot be written after it."""
-    if path is None or path == "-":
-        return
-    with explained_write(path, kind):
-        if "\0" in str(path):
-            raise OSError(0, "a path cannot contain a NUL character")
-        existed = os.path.lexists(path)
-        if existed and not os.path.isfile(path) and not os.path.isdir(path):
-            return  # opening a pipe would wait for its reader
-        with open(path, "a"):
-            pass
-        if not existed:
-            os.unlink(path)

@@ -222,6 +222,22 @@ def explained_write(path: str | pathlib.Path, kind: str = "json") -> Iterator[No
         ) from error
 
 
+def check_writable(path: str | pathlib.Path | None, kind: str = "json") -> None:
+    """Raise before the long work if the file cannot be written after it."""
+    if path is None or path == "-":
+        return
+    with explained_write(path, kind):
+        if "\0" in str(path):
+            raise OSError(0, "a path cannot contain a NUL character")
+        existed = os.path.lexists(path)
+        if existed and not os.path.isfile(path) and not os.path.isdir(path):
+            return  # opening a pipe would wait for its reader
+        with open(path, "a"):
+            pass
+        if not existed:
+            os.unlink(path)
+
+
 def _show(*values: Any) -> None:
     """Print reports or tables: with `rich` in a terminal, as plain text otherwise."""
     from rich.console import Console

@@ -1,8 +1,9 @@
 """Which loss does an address on the command line name, and what is wrong if it cannot be built?
 
 An address consists of a file or a module and the name of a function in it:
-``models/gpt.py:build`` or ``my_package.train:build``. The function is called with sizes, and with a
-policy if it has such a parameter. It returns ``(loss_fn, args)``. An exception that the user's own
+``models/gpt.py:build`` or ``my_package.train:build``. The models that come with the package have
+names of one word: ``gpt``. The function is called with sizes, and with a policy if it has such a
+parameter. It returns ``(loss_fn, args)``. An exception that the user's own
 code raises becomes a `BuildError` with the line of that code; an exception that remat_kit raises is
 passed on unchanged.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -25,11 +27,9 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from remat_kit._errors import BuildError, NotDifferentiableError, UserError, near_matches, unknown
+from remat_kit._files import data_folder, is_own_file
 
 Loss = tuple[Callable[..., Any], tuple[Any, ...]]
-
-
-_PACKAGE = pathlib.Path(__file__).resolve().parent.parent
 
 
 _RETURNS = "a builder returns `(loss_fn, args)`, where `loss_fn(*args)` is the loss"
@@ -210,14 +210,17 @@ def loaded(address: str) -> Iterator[Builder]:
     """Import the function that ``address`` names, whose code may import modules of its folder.
 
     Args:
-      address: the path of a Python file or the name of a module, then ``:`` and the name of a
-        function in it. Without the name, the function is called ``build``.
+      address: the path of a Python file, the name of a module or the name of a packaged model,
+        then ``:`` and the name of a function in it. Without the name, the function is called
+        ``build``. A module of the current folder comes before a packaged model of its name, and
+        that before an installed module.
 
     Raises:
       BuildError: the file or module does not exist or cannot be imported.
       UnknownNameError: the file or module has no such function.
     """
     place, name = _parts(address)
+    place = _packaged_file(place) or place
     is_file = _looks_like_file(place)
     root = _file_root(place, address) if is_file else pathlib.Path.cwd()
     with _importable(root):
@@ -228,6 +231,24 @@ def loaded(address: str) -> Iterator[Builder]:
         yield Builder(address, _function(module, name, address), root)
 
 
+@functools.cache
+def packaged_models() -> Mapping[str, pathlib.Path]:
+    """Return the files of the models that come with the package, by name.
+
+    >>> packaged_models()["gpt"].name
+    'gpt.py'
+    """
+    return {path.stem: path for path in sorted(data_folder("models").glob("*.py"))}
+
+
+def _packaged_file(place: str) -> str | None:
+    """Return the file of the packaged model of this name, unless the user has such a module."""
+    if place not in packaged_models():
+        return None
+    own = (f"{place}.py", os.path.join(place, "__init__.py"))
+    return None if any(map(os.path.exists, own)) else str(packaged_models()[place])
+
+
 def _parts(address: str) -> tuple[str, str]:
     place, colon, name = address.rpartition(":")
     if not colon or os.sep in name:
@@ -235,7 +256,8 @@ def _parts(address: str) -> tuple[str, str]:
     if not place or not name:
         raise BuildError(
             f"`{address}`: a model is named by a file or module and a function in it",
-            hint="for example models/gpt.py:build or my_package.train:build",
+            hint="for example models/gpt.py:build or my_package.train:build; `remat-kit models` "
+            "lists those that come with remat_kit",
         )
     return place, name
 
@@ -260,12 +282,15 @@ def _file_root(place: str, address: str) -> pathlib.Path:
 
 
 def _similar_files(path: pathlib.Path) -> str:
+    own = path.stem in packaged_models()
+    also = f"; the model that comes with remat_kit is called {path.stem!r}" if own else ""
     if not path.parent.is_dir():
-        return f"there is no folder {path.parent} either; the current one is {pathlib.Path.cwd()}"
+        here = pathlib.Path.cwd()
+        return f"there is no folder {path.parent} either; the current one is {here}{also}"
     close = near_matches(path.name, [f.name for f in path.parent.glob("*.py")])
     if close:
-        return "did you mean " + " or ".join(str(path.parent / c) for c in close) + "?"
-    return "name a Python file, or a module that can be imported"
+        return "did you mean " + " or ".join(str(path.parent / c) for c in close) + f"?{also}"
+    return f"name a Python file, or a module that can be imported{also}"
 
 
 @contextlib.contextmanager
@@ -320,10 +345,15 @@ def _named_module(place: str, address: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not (place == error.name or place.startswith(error.name + ".")):
             raise
+        if "." in place:
+            raise BuildError(
+                f"`{address}`: there is no module {error.name}",
+                hint=f"a module is looked for in {pathlib.Path.cwd()} and among the installed "
+                "packages; the path of a file works too",
+            ) from None
         raise BuildError(
-            f"`{address}`: there is no module {error.name}",
-            hint=f"a module is looked for in {pathlib.Path.cwd()} and among the installed "
-            "packages; the path of a file works too",
+            f"`{address}`: there is no module {place}, and no model of that name",
+            hint=_models_in_words(place),
         ) from None
     except BuildError:
         raise
@@ -334,6 +364,15 @@ def _named_module(place: str, address: str) -> ModuleType:
             f"`{address}`: {place!r} is not the name of a module: {error}",
             hint="for example my_package.train:build",
         ) from None
+
+
+def _models_in_words(place: str) -> str:
+    close = near_matches(place, packaged_models())
+    meant = "did you mean " + " or ".join(map(repr, close)) + "? " if close else ""
+    return (
+        f"{meant}the models that come with remat_kit are {', '.join(packaged_models())}; "
+        "the path of a file works too"
+    )
 
 
 def _module_root(module: ModuleType, otherwise: pathlib.Path) -> pathlib.Path:
@@ -416,7 +455,7 @@ def user_line(trace: TracebackType | None, root: pathlib.Path) -> str | None:
     line: str | None = None
     for frame in traceback.extract_tb(trace):
         path = pathlib.Path(frame.filename)
-        if path.is_relative_to(_PACKAGE):
+        if is_own_file(frame.filename):
             line = None
         elif _is_users(path, root):
             line = f"{_shown_path(frame.filename)}:{frame.lineno}"

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ import numpy as np
 from jax.core import Tracer
 
 from remat_kit import _frames, _jax
+from remat_kit._files import is_own_file
 from remat_kit._program import ops as _ops
 from remat_kit._program import paths as _paths
 from remat_kit._program import program as _program
@@ -512,12 +512,9 @@ def source_text(eqn: Any) -> str:
     The file is relative to the working directory, or to where packages are installed.
     """
     file, line = _frames.source_of(eqn)
-    if not file or file.startswith(_HERE):
+    if not file or is_own_file(file):
         return ""
     return f"{_paths.short_path(file)}:{line}"
-
-
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 # -- the walk ---------------------------------------------------------------------------------

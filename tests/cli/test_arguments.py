@@ -109,6 +109,7 @@ CASES = {
         "--size": (["batch=banana"], []),
         "--compiles": (["0"], []),
     },
+    "models": {},
     "policies": {},
     "targets": {},
 }
@@ -167,7 +168,7 @@ def run(model, capsys, tmp_path):
         words = [
             w.replace("FILE", where["FILE"]).replace("EARLIER", where["EARLIER"]) for w in words
         ]
-        first = [str(model)] if command not in ("bench", "policies", "targets") else []
+        first = [str(model)] if command not in ("bench", "models", "policies", "targets") else []
         status = _main.main([command, *first, *BASE.get(command, []), *words])
         out, err = capsys.readouterr()
         return status, out, err, {p.name for p in tmp_path.iterdir()}
