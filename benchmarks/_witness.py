@@ -77,11 +77,21 @@ class Witness:
 def witnessed(fn: Callable[..., Any], args: Sequence[Any], target: str) -> tuple[Compiled, Witness]:
     """Compile ``value_and_grad(fn)`` for a chip and read what the compiler writes about it."""
     with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        options = dump_options(folder)
         compiled = compile_program(fn, args, target, cache=False, compiler_options=options)
-        (assignment,) = pathlib.Path(folder).glob("*-buffer-assignment.txt")
-        (ranges,) = pathlib.Path(folder).glob("*-live-range.txt")
-        return compiled, read_dump(assignment.read_text(), ranges.read_text())
+        return compiled, read_folder(folder)
+
+
+def dump_options(folder: str) -> dict[str, str]:
+    """Return the options with which a compiler writes about one program into a folder."""
+    return {"xla_dump_to": folder, "xla_dump_hlo_as_text": "True"}
+
+
+def read_folder(folder: str) -> Witness:
+    """Read what a compiler has written into a folder about its only program."""
+    (assignment,) = pathlib.Path(folder).glob("*-buffer-assignment.txt")
+    (ranges,) = pathlib.Path(folder).glob("*-live-range.txt")
+    return read_dump(assignment.read_text(), ranges.read_text())
 
 
 def read_dump(assignment: str, ranges: str) -> Witness:

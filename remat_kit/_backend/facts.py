@@ -90,6 +90,13 @@ REUSES_RESULTS = Fact(
     {"cpu": RELEASES, "cuda": _UNSEEN},
 )
 
+OVERWRITES_THROUGH_VIEWS = Fact(
+    "overwrites_through_views",
+    "A fused operation writes its result over an operand that it reads through a bitcast, so that "
+    "the two are never live together.",
+    {"cuda": _UNSEEN, "tpu": RELEASES},
+)
+
 RECOMPUTES_REGIONS_EARLY = Fact(
     "recomputes_regions_early",
     "The compiler removes barriers before it orders the operations, and recomputes a region around "

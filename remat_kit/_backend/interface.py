@@ -71,6 +71,11 @@ class Backend:
         return self.has(_facts.REUSES_RESULTS)
 
     @property
+    def overwrites_through_views(self) -> bool:
+        """Whether a fused operation may overwrite an operand that it reads through a bitcast."""
+        return self.has(_facts.OVERWRITES_THROUGH_VIEWS)
+
+    @property
     def recomputes_regions_early(self) -> bool:
         """Whether a region around regions may run again before later derivatives have run."""
         return self.has(_facts.RECOMPUTES_REGIONS_EARLY)

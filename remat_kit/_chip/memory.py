@@ -31,7 +31,7 @@ class Memory:
         output_bytes: the results.
         alias_bytes: results that take over the memory of donated arguments.
         temp_bytes: the temporaries; None if the program did not compile.
-        code_bytes: the machine code.
+        code_bytes: the machine code. The compiler for TPUs counts it against the chip's memory.
         host_bytes: arguments, results and temporaries in the host's memory.
         peak_bytes: on the device: arguments + results − aliased + temporaries. If the program does
             not fit, the bytes that it needs according to the compiler, or None.

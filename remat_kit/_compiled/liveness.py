@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -41,12 +42,14 @@ class Array:
         dims: the sizes of the logical shape.
         bytes: its size in memory, including the padding of its tiles.
         space: the memory that it lies in: ``device``, ``host``, ``vmem`` or ``other``.
+        order: the dimensions in the order of the layout, the one with the smallest stride first.
     """
 
     dtype: str
     dims: tuple[int, ...]
     bytes: int
     space: str
+    order: tuple[int, ...] = dataclasses.field(default=(), repr=False)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -106,7 +109,7 @@ def _array(dtype: str, dims: str, layout: str) -> Array:
         elements *= size
     space = _SPACE.search(rest)
     where = _SPACES.get(space.group(1), OTHER) if space else DEVICE
-    return Array(dtype, sizes, -(-elements * _bits(dtype) // 8), where)
+    return Array(dtype, sizes, -(-elements * _bits(dtype) // 8), where, tuple(minor_to_major))
 
 
 def _numbers(text: str) -> list[int]:
@@ -191,7 +194,7 @@ class _Values:
 class _LivenessWalk:
     """A walk over the schedule that computes for each value the steps at which it is live."""
 
-    def __init__(self, program: HloModule):
+    def __init__(self, program: HloModule, through_views: bool):
         self.program = program
         self.values = _Values()
         self.steps: list[Instruction] = []
@@ -199,7 +202,7 @@ class _LivenessWalk:
         self.arguments: dict[int, Tree] = {}
         self.depth = 0  # number of loops around the current instruction
         self.in_place = _InPlace(program)
-        self.elementwise = _Elementwise(program)
+        self.elementwise = _Elementwise(program, through_views)
 
     def computation(self, name: str, arguments: Sequence[Tree] | None) -> Tree:
         """Walk one computation; ``arguments`` are None for the entry."""
@@ -278,6 +281,26 @@ class _LivenessWalk:
             self.use(tree)
         self.read[len(self.steps)] = list(operands)
         self.steps.append(instruction)
+
+    def operands(self, value: _Value) -> Sequence[Tree]:
+        """Return what the instruction reads that computes a value."""
+        made = value.start < len(self.steps) and self.steps[value.start] is value.maker
+        return self.read.get(value.start, ()) if made else ()
+
+    def overwritable(self, result: int) -> Iterator[int]:
+        """Yield the values that a value may overwrite, being read for the last time for it.
+
+        A copy never overwrites what it copies.
+        """
+        value = self.values.all[result]
+        read = self.operands(value)
+        if not read or value.maker.opcode == "copy":
+            return
+        for position in self.elementwise.operands(value.maker):
+            for number in leaves(read[position]) if position < len(read) else ():
+                source = self.values.all[number]
+                if source.end == value.start and self.elementwise.fits(value.array, source.array):
+                    yield number
 
     def alias(self, instruction: Instruction, operands: Sequence[Tree], result: Tree) -> None:
         if instruction.opcode.endswith("-start") and isinstance(result, list):
@@ -413,9 +436,16 @@ class _Elementwise:
     """Finds the operands that an instruction can overwrite with its result if nobody reads them
     afterwards."""
 
-    def __init__(self, program: HloModule):
+    def __init__(self, program: HloModule, through_views: bool):
         self.program = program
+        self.through_views = through_views
         self.known: dict[str, frozenset[int]] = {}
+
+    def fits(self, result: Array, operand: Array) -> bool:
+        """Return whether a result of this shape can overwrite an operand of this shape."""
+        a, b = result, operand
+        same = a.dims == b.dims and a.bytes == b.bytes and a.space == b.space
+        return same and (self.through_views or (a.dtype, a.order) == (b.dtype, b.order))
 
     def operands(self, instruction: Instruction) -> Sequence[int]:
         """Return the positions of the operands that the instruction reads elementwise."""
@@ -437,7 +467,8 @@ class _Elementwise:
         for instruction in reversed(body):
             spoils = instruction.name in moved or (
                 instruction.opcode not in _ELEMENTWISE
-                and instruction.opcode not in ("parameter", "tuple", "bitcast")
+                and instruction.opcode not in ("parameter", "tuple")
+                and not (instruction.opcode == "bitcast" and self.through_views)
             )
             if spoils and is_input and instruction.opcode == "reduce":
                 # XLA:GPU writes a result that it also reduces at the index at which it reads it.
@@ -560,7 +591,9 @@ class Schedule:
         return sorted(found, key=lambda b: -b.bytes)
 
 
-def schedule(program: HloModule, *, reuses_outputs: bool = True) -> Schedule:
+def schedule(
+    program: HloModule, *, reuses_outputs: bool = True, through_views: bool = False
+) -> Schedule:
     """Walk the schedule of a compiled program and return its buffers.
 
     >>> from remat_kit._compiled.hlo import parse
@@ -578,8 +611,10 @@ def schedule(program: HloModule, *, reuses_outputs: bool = True) -> Schedule:
         program: as `hlo.parse` returns it.
         reuses_outputs: whether temporaries may use the memory of an output before it is written.
             They may on CPU and CUDA, and not on a TPU.
+        through_views: whether a fusion may overwrite an operand that it reads through a bitcast.
+            It may on CUDA and TPU.
     """
-    walk = _LivenessWalk(program)
+    walk = _LivenessWalk(program, through_views)
     root = walk.computation(program.entry, None)
     walk.use(root)
     values = walk.values
@@ -590,9 +625,10 @@ def schedule(program: HloModule, *, reuses_outputs: bool = True) -> Schedule:
     for number, value in enumerate(values.all):
         members.setdefault(values.buffer(number), []).append(value)
     kinds = {b: _kind(b, found, outputs) for b, found in members.items()}
-    _let_results_take_over(walk, members, kinds)
-    buffers = [_buffer(found, kinds[b], b in outputs) for b, found in members.items()]
-    return Schedule(tuple(walk.steps), tuple(_placed(buffers) if reuses_outputs else buffers))
+    placed = _Placement(walk, members, kinds, outputs).placed() if reuses_outputs else set()
+    _let_results_take_over(walk, members, kinds, placed)
+    buffers = [_buffer(found, kinds[b], b in outputs, b in placed) for b, found in members.items()]
+    return Schedule(tuple(walk.steps), tuple(buffers))
 
 
 def _kind(buffer: int, values: Sequence[_Value], outputs: set[int]) -> str:
@@ -604,47 +640,25 @@ def _kind(buffer: int, values: Sequence[_Value], outputs: set[int]) -> str:
 
 
 def _let_results_take_over(
-    walk: _LivenessWalk, members: dict[int, list[_Value]], kinds: dict[int, str]
+    walk: _LivenessWalk, members: dict[int, list[_Value]], kinds: dict[int, str], placed: set[int]
 ) -> None:
     """End a temporary one step early if the instruction that reads it last can overwrite it.
 
-    XLA's heap does not let a result overwrite an operand if later values share the memory of the
-    result already, or if the instruction reads the operand through a view or as part of a tuple.
+    XLA's heap shares memory in this way between two buffers of one value each, if the instruction
+    reads the operand itself and not a view of it. A copy never overwrites what it copies.
     """
-    values = walk.values
-    made_at: dict[int, list[int]] = {}
-    last: dict[int, int] = {b: max(v.end for v in found) for b, found in members.items()}
-    for number, value in enumerate(values.all):
-        made_at.setdefault(value.start, []).append(number)
-    for step, instruction in enumerate(walk.steps):
-        positions = walk.elementwise.operands(instruction)
-        if not positions:
-            continue
-        results = [n for n in made_at.get(step, ()) if values.all[n].maker is instruction]
-        read = walk.read.get(step, ())
-        for position in positions:
-            for source in leaves(read[position]) if position < len(read) else ():
-                buffer = values.buffer(source)
-                if kinds[buffer] != TEMPORARY or last[buffer] != step:
-                    continue
-                if values.all[source].maker.name not in instruction.operands:
-                    continue
-                alone = (r for r in results if len(members[values.buffer(r)]) == 1)
-                taker = next((r for r in alone if _can_take(values, source, r)), None)
-                if taker is not None:
-                    results.remove(taker)
-                    last[buffer] = step - 1
-                    for value in members[buffer]:
-                        value.end = min(value.end, step - 1)
+    values = walk.values.all
+    alone = {b for b, kind in kinds.items() if kind == TEMPORARY and len(members[b]) == 1} - placed
+    numbers = [n for n in range(len(values)) if walk.values.buffer(n) in alone]
+    for result in sorted(numbers, key=lambda n: (values[n].start, values[n].end)):
+        names = values[result].maker.operands
+        for source in walk.overwritable(result):
+            if walk.values.buffer(source) in alone and values[source].maker.name in names:
+                values[source].end -= 1
+                break
 
 
-def _can_take(values: _Values, source: int, result: int) -> bool:
-    a, b = values.all[source].array, values.all[result].array
-    same = a.dims == b.dims and a.bytes == b.bytes and a.space == b.space
-    return same and values.buffer(source) != values.buffer(result)
-
-
-def _buffer(values: Sequence[_Value], kind: str, is_result: bool) -> Buffer:
+def _buffer(values: Sequence[_Value], kind: str, is_result: bool, within: bool) -> Buffer:
     alive: list[tuple[int, int]] = []
     for first, last in sorted((v.start, v.end) for v in values if v.end >= v.start):
         if alive and first <= alive[-1][1] + 1:
@@ -660,51 +674,131 @@ def _buffer(values: Sequence[_Value], kind: str, is_result: bool) -> Buffer:
         largest.array,
         kind,
         tuple(alive),
+        within,
         reads=reads,
         stacked=stacked,
         donated=kind == ARGUMENT and is_result,
     )
 
 
-def _placed(buffers: Sequence[Buffer]) -> list[Buffer]:
-    """Put temporaries into the memory of outputs that are not yet written.
+class _Placement:
+    """Puts temporaries into the memory of outputs that are not yet written.
 
     The memory of a donated argument is free from its last use until its output is written.
 
-    XLA assigns memory from the largest buffer to the smallest. It gives each buffer the smallest
-    existing allocation that is free whenever the buffer is live, and it opens a heap only if there
-    is no such allocation. This function does the same.
+    XLA assigns memory from the largest buffer to the smallest, and in the order of the operands
+    among buffers of one size. It tries the memory of an operand, then every output from the
+    smallest and the last one, and opens a heap only if the buffer fits into none of them (its
+    ``BufferAssigner``). This class does the same.
     """
-    outputs = [b for b in buffers if (b.kind == OUTPUT or b.donated) and b.space == DEVICE]
-    end = max((last for b in buffers for _, last in b.alive), default=0)
-    always = (1 << (end + 1)) - 1
-    # An argument that is updated in place is never free. A program may have thousands of them.
-    room = [(b.bytes, mask) for b in outputs if (mask := _mask(b)) != always]
-    order = sorted(range(len(buffers)), key=lambda n: -buffers[n].bytes)
-    least = min((size for size, _ in room), default=0)
-    out = list(buffers)
-    room.sort(key=lambda r: r[0])
-    for number in order:
-        buffer = buffers[number]
-        if buffer.kind != TEMPORARY or buffer.space != DEVICE or buffer.bytes < _WORTH_PLACING:
-            continue
-        if buffer.bytes < least and not room:
-            break
-        mask = _mask(buffer)
-        for place, (size, taken) in enumerate(room):
-            if size >= buffer.bytes and not taken & mask:
-                room[place] = (size, taken | mask)
-                out[number] = dataclasses.replace(buffer, within=True)
-                break
-    return out
+
+    def __init__(
+        self,
+        walk: _LivenessWalk,
+        members: dict[int, list[_Value]],
+        kinds: dict[int, str],
+        outputs: set[int],
+    ):
+        self.walk, self.members, self.kinds, self.outputs = walk, members, kinds, outputs
+        self.numbers: dict[int, list[int]] = {}
+        for number in range(len(walk.values.all)):
+            self.numbers.setdefault(walk.values.buffer(number), []).append(number)
+
+    def placed(self) -> set[int]:
+        """Return the temporaries that lie in the memory of an output."""
+        largest = {b: max(v, key=lambda v: v.array.bytes).array for b, v in self.members.items()}
+        position = _post_order(self.walk.program)
+
+        def turn(buffer: int) -> tuple[int, bool, int]:
+            first = min(position[v.maker.name] for v in self.members[buffer])
+            return -largest[buffer].bytes, buffer not in self.outputs, first
+
+        always = len(self.walk.steps)
+        outputs: list[_OutputMemory] = []
+        found: dict[int, _OutputMemory] = {}
+        for buffer in sorted((b for b in largest if largest[b].space == DEVICE), key=turn):
+            new = _OutputMemory(self.mask(buffer), self.numbers[buffer])
+            if buffer in self.outputs:
+                # An argument that is updated in place is never free. There may be thousands.
+                if new.taken.bit_count() <= always:
+                    found[buffer] = new
+                    outputs.append(new)
+            elif self.kinds[buffer] == TEMPORARY and outputs:
+                own = (found[b] for b in self.operands(buffer) if b in found)
+                tried = (memory for memory in (*own, *reversed(outputs)) if self.fits(new, memory))
+                if memory := next(tried, None):
+                    memory.taken |= new.taken
+                    memory.values += new.values
+                    found[buffer] = memory
+        return found.keys() - self.outputs
+
+    def mask(self, buffer: int) -> int:
+        """Return the steps at which a buffer is live, as the bits of an integer."""
+        mask = 0
+        for value in self.members[buffer]:
+            mask |= ((1 << (value.end - value.start + 1)) - 1) << value.start
+        return mask
+
+    def operands(self, buffer: int) -> Iterator[int]:
+        """Yield the buffers from which a buffer is computed; elements of tuples have none."""
+        for value in self.members[buffer]:
+            if not value.maker.shape.startswith("("):
+                for tree in self.walk.operands(value):
+                    if not isinstance(tree, list):
+                        yield self.walk.values.buffer(tree)
+
+    def fits(self, new: _OutputMemory, memory: _OutputMemory) -> bool:
+        """Return whether the memory is free while the values of a new buffer are live.
+
+        Two values may share one step, at which one of them overwrites the other.
+        """
+        shared = (memory.taken & new.taken).bit_count()
+        return not shared or (
+            shared <= 2
+            and all(
+                b in self.walk.overwritable(a) or a in self.walk.overwritable(b)
+                for a, b in itertools.product(new.values, memory.values)
+                if self.overlap(a, b)
+            )
+        )
+
+    def overlap(self, a: int, b: int) -> bool:
+        x, y = self.walk.values.all[a], self.walk.values.all[b]
+        return x.start <= y.end and y.start <= x.end
 
 
-_WORTH_PLACING = 4096  # bytes; smaller buffers are numerous, and their sum is small
+@dataclasses.dataclass
+class _OutputMemory:
+    """The steps at which the memory of an output is in use, and the values that lie in it."""
+
+    taken: int
+    values: list[int]
 
 
-def _mask(buffer: Buffer) -> int:
-    """Return the steps at which a buffer is live, as the bits of an integer."""
-    mask = 0
-    for first, last in buffer.alive:
-        mask |= ((1 << (last - first + 1)) - 1) << first
-    return mask
+def _post_order(program: HloModule) -> dict[str, int]:
+    """Number the instructions so that operands come first, as XLA does to break ties."""
+    computations: list[str] = []
+
+    def visit(name: str) -> None:
+        for instruction in program.computations[name]:
+            for body in instruction.bodies:
+                if body not in computations:
+                    visit(body)
+        computations.append(name)
+
+    visit(program.entry)
+    position: dict[str, int] = {}
+    for name in reversed(computations):
+        by_name = {i.name: i for i in program.computations[name]}
+        read = {o for i in by_name.values() for o in i.operands}
+        stack = [n for n in reversed(by_name) if n not in read]
+        opened: set[str] = set()
+        while stack:
+            current = stack[-1]
+            if current not in opened:
+                opened.add(current)
+                stack += [o for o in reversed(by_name[current].operands) if o in by_name]
+                continue
+            stack.pop()
+            position.setdefault(current, len(position))
+    return position

@@ -330,7 +330,12 @@ def anatomy(
         compiler_bytes: the peak that the compiler reports, in bytes; shown next to the walk's.
         platform: ``cpu``, ``cuda`` or ``tpu``.
     """
-    schedule = _liveness.schedule(program, reuses_outputs=Backend(platform).reuses_outputs)
+    backend = Backend(platform)
+    schedule = _liveness.schedule(
+        program,
+        reuses_outputs=backend.reuses_outputs,
+        through_views=backend.overwrites_through_views,
+    )
     found = origins(program)
     step = schedule.peak_step
     running = running_phases(schedule, found)

@@ -4,10 +4,13 @@ For every model of ``models/`` and ten policies drawn at random:
 
 * the bytes that `inspect` says are saved are those that JAX's own derivative hands from the forward
   to the backward pass, but for values that are equal and counted once;
-* the peak that the walk over the compiled program finds is that of the compiler's memory analysis,
-  within 1 % on CPUs and 5 % on other chips. At these sizes a TPU keeps nearly every temporary in
-  its VMEM, and its compiler reserves memory beside it that no instruction names, no more than what
-  lies there (`tests/compiled/test_peak.py` has a program that is larger than the VMEM);
+* the peak that the walk over the compiled program finds is what the compiler itself says is live at
+  the fullest step, within 1 % on CPUs and TPUs and 5 % on GPUs. The compiler writes that into the
+  dump of its buffer assignment, which the walk does not read (`benchmarks/_witness.py` does). What
+  the compiler reserves beyond it is gaps in its heap, which are up to 4 % of some of these programs
+  on CPUs, and on a TPU memory for the temporaries in its VMEM;
+* what the compiler writes that it reserves is the peak of its memory analysis, within 1 % on CPUs
+  and 5 % on other chips, whose compilers reserve some memory that no instruction names;
 * a program is never said to fit a chip, made smaller and smaller, whose compiler refuses it, with
   donated parameters and without.
 
@@ -15,21 +18,23 @@ The default run takes one policy for a few models. The rest takes about an hour 
 ``pytest -m slow tests/contract/test_memory_claims.py``.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
 import random
 import re
+import tempfile
 
 import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
 import pytest
+from _witness import dump_options, read_folder
 from zoo import ROOT, load
 
 import remat_kit
 from remat_kit import target
-from remat_kit._compiled.liveness import VMEM
 from remat_kit._program import ops as _ops
 
 TINY = {"size": "tiny", "batch": 8}
@@ -56,10 +61,11 @@ MODELS = {
     "inception": ("inception", {"batch": 2, "image": 75, "classes": 10, "width": 4}),
     **{f"cells {arch}": ("cells", CELLS | {"arch": arch}) for arch in ("darts", "nasnet")},
 }
-CHIPS = {"cpu": 0.01, "tpu-v5e": 0.05, "h100": 0.05}  # each with its tolerance
+# Each chip with two tolerances: of the live bytes, and of the bytes that the compiler reserves.
+CHIPS = {"cpu": (0.01, 0.01), "tpu-v5e": (0.01, 0.05), "h100": (0.05, 0.05)}
 POLICIES = 10
 QUICK = {("mlp", 3), ("gpt scan dropout", 1), ("residual_mlp", 2)}
-QUICK_WALKS = {("mlp", 3, "cpu"), ("residual_mlp", 2, "tpu-v5e")}
+QUICK_WALKS = {("residual_mlp", 6, "cpu"), ("residual_mlp", 2, "tpu-v5e")}
 
 # A policy may select nothing in a model: it is drawn at random.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -170,15 +176,24 @@ def test_the_walk_finds_the_peak_of_the_compiler(name, number, chip):
     if not target(chip).available:
         pytest.skip(f"the compiler for {chip} is not installed")
     loss, args = built(name, number)
-    report = remat_kit.inspect(loss, *args, target=chip)
+    report, witness = dumped(loss, args, target(chip))
     peak, memory = report.readings[chip].peak, report.memory[chip]
-    tolerance = CHIPS[chip] * memory.peak_bytes
-    fast = sum(b.bytes for b in report.readings[chip].schedule.buffers if b.space == VMEM)
-    assert peak.bytes <= memory.peak_bytes + tolerance
-    assert peak.bytes >= memory.peak_bytes - max(tolerance, fast)
+    live, reserved = CHIPS[chip]
+    assert peak.bytes == pytest.approx(witness.live_bytes, rel=live)
+    assert witness.reserved_bytes == pytest.approx(memory.peak_bytes, rel=reserved)
+    assert peak.bytes <= memory.peak_bytes * (1 + reserved)
+    assert peak.packing_bytes == memory.peak_bytes - peak.bytes
     assert sum(h.bytes for h in peak.held) == peak.bytes
     assert memory.fits
     assert memory.peak_bytes <= memory.memory_bytes
+
+
+def dumped(loss, args, chip):
+    """Inspect a loss, and read what the compiler writes about the program meanwhile."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {**dict(chip.compiler_options), **dump_options(folder)}
+        chip = dataclasses.replace(chip, compiler_options=tuple(options.items()))
+        return remat_kit.inspect(loss, *args, target=chip), read_folder(folder)
 
 
 # -- chips that are too small ---------------------------------------------------------------------
@@ -209,14 +224,17 @@ def test_what_the_compiler_refuses_does_not_fit(name, number, chip, donated):
     if not target(chip).available:
         pytest.skip(f"the compiler for {chip} is not installed")
     whole = measured(name, number, chip, donated)
-    needed = math.ceil(whole.peak_bytes / 2**20)
+    # A TPU holds the machine code in the same memory, and its compiler counts it.
+    code = whole.code_bytes if chip.startswith("tpu") else 0
+    needed = math.ceil((whole.peak_bytes + code) / 2**20)
+    less = (max(1, round(whole.peak_bytes / 2**20 * f)) for f in (0.6, 0.9))
     answers = []
-    for size in sorted({*(max(1, round(needed * f)) for f in (0.6, 0.9)), needed, needed + 1}):
+    for size in sorted({*less, needed, needed + 1}):
         found = measured(name, number, f"{chip}@{size}MiB", donated)
         answers.append(found.fits)
         if found.fits:
             assert found.temp_bytes is not None, "the compiler refused it"
-            assert found.peak_bytes <= size * 2**20
+            assert found.peak_bytes + (code and found.code_bytes) <= size * 2**20
             assert found.headroom_bytes >= 0
     assert answers == sorted(answers), "what fits a chip fits a larger one"
     assert answers[-1], "what the whole chip needs is what a chip of that size has"

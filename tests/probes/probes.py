@@ -183,6 +183,20 @@ def reuses_results(platform):
     return Answer(found < 0.4, f"{found:.2g} arrays beside the result")
 
 
+def overwrites_through_views(platform):
+    """A product is read in the shape of heads for the last time, and the result as a matrix."""
+    n, heads = 4096, 16
+
+    def fn(x, w, b, v):
+        y = jax.lax.optimization_barrier(x @ w).reshape(n, heads, n // heads)
+        y = jax.lax.optimization_barrier(jnp.tanh(y + b).reshape(n, n))
+        return jnp.sum(jnp.sin(y @ v))
+
+    args = struct(n, n), struct(n, n), struct(1, heads, n // heads), struct(n, 8)
+    found = temporaries(fn, *args, platform=platform) / (4 * n * n)
+    return Answer(found < 1.5, f"{found:.2g} arrays live")
+
+
 def recomputes_regions_early(platform):
     """A region around regions stands before the product with the vocabulary."""
 
