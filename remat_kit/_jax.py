@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -1012,6 +1013,157 @@ _own_traces = jax.make_user_context(None)
 def traces_of_their_own() -> Any:
     """Return a context in which nothing is found that JAX remembers of traces outside of it."""
     return _own_traces("remat_kit")
+
+
+# -- what a program differentiates -------------------------------------------------------------
+# `jax.vjp` and `jax.linearize`, and everything above them (`jax.grad`, `nnx.grad`, `jacrev`), call
+# `ad.linearize(fun, primals, has_aux=...)` by that name, and nothing else does. 0.10.2 and 0.12.
+
+# The value is part of the key of jit's caches, so that a function which was traced before is traced
+# again within the context, and its first trace is there again afterwards.
+_catchers = jax.make_user_context(())
+
+
+_catching_lock = threading.Lock()
+
+
+_catching_users = 0
+
+
+_linearize: Any = None  # JAX's own function, while ours is in its place
+
+
+@dataclasses.dataclass(frozen=True)
+class Differentiated:
+    """A function that is about to be differentiated.
+
+    Attributes:
+        fun: the function, of the arguments to differentiate alone.
+        has_aux: whether its result is a pair, whose second part has no derivative.
+        frames: (code, line) of the Python frames that asked for the derivative, innermost first.
+    """
+
+    fun: Callable[..., Any]
+    has_aux: bool
+    frames: tuple[tuple[Any, int], ...]
+
+
+@contextlib.contextmanager
+def catching(catcher: Callable[[Differentiated], Callable[..., Any]]) -> Iterator[None]:
+    """Hand each function that this thread differentiates to ``catcher``, and take its answer.
+
+    The answer is differentiated in the place of the function. Only the outermost functions count:
+    not those that are differentiated inside of another one or by a backward pass, nor those that
+    JAX itself makes, for example to solve a linear system. JAX is changed while such a context is
+    open in some thread, and other threads do not notice.
+    """
+    _install()
+    try:
+        with _catchers((catcher, *_catchers.value)):
+            yield
+    finally:
+        _uninstall()
+
+
+@contextlib.contextmanager
+def catching_nothing() -> Iterator[None]:
+    """Hand no function to a catcher that is active outside of this context."""
+    with _catchers(()):
+        yield
+
+
+def is_catching() -> bool:
+    """Tell whether a catcher is active."""
+    return bool(_catchers.value)
+
+
+def _install() -> None:
+    global _catching_users, _linearize
+    with _catching_lock:
+        if not _catching_users:
+            _linearize, ad.linearize = ad.linearize, _caught
+        _catching_users += 1
+
+
+def _uninstall() -> None:
+    global _catching_users
+    with _catching_lock:
+        _catching_users -= 1
+        if not _catching_users:
+            ad.linearize = _linearize
+
+
+def _caught(fun: Any, primals: Any, *args: Any, has_aux: bool = False, **options: Any) -> Any:
+    catchers = _catchers.value
+    frames = _asking_frames() if catchers else ()
+    if not frames:
+        return _linearize(fun, primals, *args, has_aux=has_aux, **options)
+    with _catchers(()):
+        for catcher in catchers:
+            fun = catcher(Differentiated(fun, has_aux, frames))
+        return _linearize(fun, primals, *args, has_aux=has_aux, **options)
+
+
+def _asking_frames() -> tuple[tuple[Any, int], ...]:
+    """Return the frames that asked for a derivative; none if JAX did, or a backward pass."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.endswith((_API_FILE, _BOUNDARY_FILE)):
+        frame = frame.f_back
+    if frame is None or any(place in frame.f_code.co_filename for place in _OWN_DERIVATIVES):
+        return ()
+    found = []
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name.startswith("backward_pass") and code.co_filename.endswith(_AD_FILE):
+            return ()
+        if len(found) < _MOST_FRAMES:
+            found.append((code, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)
+
+
+_MOST_FRAMES = 40
+
+
+_BOUNDARY_FILE = os.path.join("jax", "_src", "traceback_util.py")
+
+
+# The modules of JAX that differentiate functions of their own making.
+_OWN_DERIVATIVES = tuple(
+    os.path.join("jax", "_src", *place)
+    for place in (
+        ("lax", "control_flow", "solves.py"),
+        ("custom_derivatives.py",),
+        ("ad_checkpoint.py",),
+        ("cudnn", ""),
+        ("pallas", ""),
+        ("export", ""),
+    )
+)
+
+
+_AD_FILE = os.path.join("jax", "_src", "interpreters", "ad.py")
+
+
+def function_inside(fun: Any) -> Any:
+    """Return the user's function inside the wrappers that JAX and Flax put around a loss.
+
+    `value_and_grad` differentiates a function that is closed over the other arguments (0.10.2 and
+    0.12). NNX wraps it in an object with the attribute ``f``.
+    """
+    while True:
+        code = getattr(fun, "__code__", None)
+        if code is not None and code.co_filename.endswith(_PARTIAL_FILE):
+            inner = dict(zip(code.co_freevars, fun.__closure__ or (), strict=True)).get("f")
+            inner = inner and inner.cell_contents
+        else:
+            inner = getattr(fun, "__wrapped__", None) or getattr(fun, "func", None)
+        if inner is None or inner is fun:
+            return fun
+        fun = inner
+
+
+_PARTIAL_FILE = os.path.join("jax", "_src", "api_util.py")
 
 
 # -- tracebacks -----------------------------------------------------------------------------

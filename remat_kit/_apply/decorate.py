@@ -21,6 +21,7 @@ import jax
 import jax.extend.core as jec
 
 from remat_kit import _frames, _jax, _units
+from remat_kit._apply import steps as _steps
 from remat_kit._apply import void as _void
 from remat_kit._apply.blocks import BlockCutter, reads_sources
 from remat_kit._apply.region import keeps_nothing
@@ -36,7 +37,10 @@ from remat_kit._policy import reading as _reading
 from remat_kit._policy import selectors as _selectors
 from remat_kit._policy import structural as _structural
 from remat_kit._policy.algebra import Policy
+from remat_kit._program import losses as _losses
 from remat_kit._program import paths as _paths
+from remat_kit._program import taken as _taken
+from remat_kit._program import traced as _traced
 from remat_kit._program import value as _value
 from remat_kit._program.paths import Path
 from remat_kit._program.program import Program
@@ -50,6 +54,8 @@ def policy(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     prevent_cse: bool | Sequence[Any] | None = None,
+    losses: str | None = None,
+    step: bool | None = None,
 ) -> Callable[[Any], Any]:
     """Return a decorator that saves, offloads or recomputes residuals as ``what`` says.
 
@@ -74,38 +80,52 @@ def policy(
       prevent_cse: as in `jax.checkpoint`. The default is False in the body of a scan or a while
         loop, where the compiler cannot merge the recomputation with the forward pass and the
         barrier costs time, and True elsewhere.
+      losses: if a training step is decorated, a pattern of the names of those losses that get the
+        policy, such as ``"*/critic_loss"``; by default all of them do. The name of a loss is the
+        name of the function that takes the gradient, a slash, and the loss's own name.
+      step: whether the decorated function is a training step; found out by default.
 
     Returns:
-      A decorator for a function, a Linen or NNX module class, an instance of one (bound to its
-      parent or not), a method, or a scan body. Parameters keep their names and places.
+      A decorator for a function, a training step, a Linen or NNX module class, an instance of one
+      (bound to its parent or not), a method, or a scan body. Parameters keep their names and
+      places.
 
     Raises:
       UnknownNameError: at once: the preset or recipe does not exist. At the first trace: the
         decorated function has no value, module or primitive that a pattern of the policy or ``at``
         names.
-      PolicyError: ``what`` is not a policy. At a call: the function is a training step.
+      PolicyError: ``what`` is not a policy.
 
     Warns:
       RematKitWarning: at the first trace, once for each decorator and reason, if the policy or a
         part of it has no effect: a rule selects none of the values, no input has a gradient,
-        ``prevent_cse=False`` is given outside of a loop, or this version of JAX cannot offload.
+        ``prevent_cse=False`` is given outside of a loop, this version of JAX cannot offload, or a
+        function with ``step=True`` takes no gradient.
 
-    A policy belongs on the function that is differentiated and not on a function that takes the
-    gradient, because a training step differentiates its loss before a policy around the step sees
-    the loss. A function that takes a gradient itself (with `jax.grad`, `jax.vjp` or `nnx.grad`,
-    also in a jit or a loop) may be decorated in two cases:
+    A training step may be decorated as a whole. The policy is then put around each loss that the
+    step differentiates, also in a jit, a scan or a `shard_map` inside of it. The step itself does
+    not change, and its jit keeps its donated and static arguments:
 
-    * It is a loss. Its result is a scalar, or ``(scalar, aux)`` where the scalar depends on the
-      gradient, as for a penalty on a gradient.
-    * Something differentiates the call, as in MAML or in a loss of an energy model's forces.
+    >>> @jax.jit
+    ... def train_step(w, x):
+    ...     return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+    >>> policy("dots")(train_step)(jnp.ones((3, 3)), jnp.ones((2, 3))).shape
+    (3, 3)
 
-    Otherwise the function is treated as a training step. If it certainly is one, a `PolicyError`
-    says where to put the policy. It certainly is one if it has the state of an optimizer among its
-    arguments. With ``at=`` it also is one if it returns updated parameters, or the gradients of an
-    argument of several arrays. (Without ``at=`` it might be the inner step of MAML, evaluated
-    without the outer gradient.) If the function is probably but not certainly a step, a
-    `RematKitWarning` says where to put the policy. Other functions that take a gradient, such as a
-    block that computes forces, run as they are.
+    A function that takes a gradient itself (with `jax.grad`, `jax.vjp`, `jax.linearize` or
+    `nnx.grad`) is a step in these cases:
+
+    * It is jitted with donated arguments, or by `nnx.jit`.
+    * It has the state of an optimizer among its arguments.
+    * It returns updated parameters, or a gradient of an argument.
+    * All modules that ``at=`` matches are differentiated inside of it.
+
+    It is not a step but a loss if its result is a scalar, or ``(scalar, aux)`` where the scalar
+    depends on the gradient (a penalty on a gradient), or if something differentiates the call, as
+    in MAML or in a loss of an energy model's forces. Other functions that take a gradient, such as
+    a block that computes forces, are decorated as they are. If a function is first called in a
+    `jit` and differentiated later, it looks like a step at its first call, and ``step=False`` says
+    that it is none.
 
     Arrays and Python's numbers and bools are traced, as `jax.checkpoint` traces them. If the
     function needs the value of a bool or an int (for an ``if``, a ``range`` or a shape), tracing
@@ -129,6 +149,8 @@ def policy(
         else tuple(static_argnames),
         prevent_cse=tuple(prevent_cse) if isinstance(prevent_cse, (list, tuple)) else prevent_cse,
         call=f"policy({_text(what)}{'' if at is None else f', at={at!r}'})",
+        losses=losses,
+        step=step,
     )
     return functools.partial(_decorate, application, methods=methods)
 
@@ -272,7 +294,7 @@ class Application:
 
     Attributes:
       policy: the policy.
-      at, static_argnums, static_argnames, prevent_cse: see `policy`.
+      at, static_argnums, static_argnames, prevent_cse, losses, step: see `policy`.
       call: the call of `policy` as the user wrote it, which messages quote.
       calls: empty before the first call, one entry while the first call is being traced, two
         entries afterwards.
@@ -286,6 +308,8 @@ class Application:
     static_argnames: tuple[str, ...]
     prevent_cse: Any
     call: str
+    losses: str | None = None
+    step: bool | None = None
     calls: list[bool] = dataclasses.field(default_factory=list, compare=False)
     constants: set[str] = dataclasses.field(default_factory=set, compare=False)
     warned: set[str] = dataclasses.field(default_factory=set, compare=False)
@@ -305,11 +329,17 @@ class Application:
         _arguments.check_names(self.static_argnames, functions, self.call)
 
     def function(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``fn``, which runs in regions; its arguments may contain Flax modules."""
+        """Return ``fn``, which runs in regions; its arguments may contain Flax modules.
+
+        If ``fn`` is a training step, its losses run in regions.
+        """
+        steps = _steps.StepCalls(self, fn, self.step, self.losses)
 
         @_jax.entry
         @functools.wraps(fn)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if steps.is_step():
+                return steps.run(args, kwargs)
             module = _flax.bound_linen(args, kwargs)
             if module is not None:
                 self.check_one_flag("a Flax module")
@@ -317,15 +347,16 @@ class Application:
             inner, first, named = _flax.opened_nnx(fn)
             args, kwargs = (*first, *args), {**named, **kwargs}
             inner = _flax.scoped_method(inner, args)
+            optimizer = _losses.holds_optimizer((args, kwargs))
             pure, args, kwargs = self.without_static(inner, args, kwargs, fn, skip=-len(first))
-            optimizer = _void.holds_optimizer((args, kwargs))
-            run = _haiku.threaded(functools.partial(self.run, optimizer=optimizer))
+            run = _haiku.threaded(functools.partial(self.run, steps=steps, optimizer=optimizer))
             if _flax.holds_nnx((args, kwargs)):
                 self.check_one_flag("a Flax module")
                 return _flax.run_nnx(run, pure, args, kwargs)
             return run(pure, args, kwargs)
 
         wrapped.__dict__[_APPLIED] = self
+        wrapped.__dict__[_traced.STEP] = steps
         return wrapped
 
     def run(
@@ -334,12 +365,14 @@ class Application:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
+        steps: _steps.StepCalls | None = None,
         optimizer: bool = False,
     ) -> Any:
         """Call a function of arrays in the regions of the policy.
 
         Args:
           fn, args, kwargs: the function and its arguments.
+          steps: if the function may be a step, the object that finds out.
           optimizer: whether the state of an optimizer is among the arguments.
         """
         if not self.calls:
@@ -348,12 +381,12 @@ class Application:
             self.check_one_flag("a policy with several regions")
         loop = _jax.inside_loop()
         base = _paths.join_scopes(_jax.current_scopes())
-        with _flax.nnx_scopes():
-            call, traced = _arguments.attempt(Call.trace, fn, args, kwargs, self.constants)
+        call, traced, step = self._traced(fn, args, kwargs, base, steps, optimizer)
+        if step:
+            assert steps is not None
+            return steps.traced(call, traced)
         first = not self.calls[1:]
         closed = traced.closed
-        result = call.result(traced, closed.out_avals)
-        self._check_step(fn, (*args, *kwargs.values()), closed, result, base, optimizer)
         program = Program.traced(traced, base)
         with self._hint_on_equinox((args, kwargs)):
             self._check(program)
@@ -369,6 +402,48 @@ class Application:
                 run = jec.jaxpr_as_fun(closed)
                 return call.result(traced, run(*traced.consts, *call.arrays))
             return call.result(traced, BlockCutter(self, loop, flags).run(program, call.arrays))
+
+    def _traced(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        base: Path,
+        steps: _steps.StepCalls | None,
+        optimizer: bool,
+    ) -> tuple[Call, _jax.Traced, bool]:
+        """Trace a call, and tell whether it is a step; then its losses have regions already."""
+
+        def trace(catching: Any) -> tuple[Call, _jax.Traced]:
+            with _flax.nnx_scopes(), catching:
+                return _arguments.attempt(Call.trace, fn, args, kwargs, self.constants)
+
+        def is_step(call: Call, traced: _jax.Traced) -> bool:
+            return _void.is_step(
+                self.policy,
+                traced.closed,
+                call.result(traced, traced.closed.out_avals),
+                base=base,
+                matches=self._matches(),
+                arguments=_arrays((*args, *kwargs.values())),
+                optimizer=optimizer,
+            )
+
+        if steps is None:  # a method of a module
+            call, traced = trace(contextlib.nullcontext())
+            name = getattr(fn, "__name__", type(fn).__name__)
+            _void.check_step(is_step(call, traced), traced.closed, function=name, call=self.call)
+            return call, traced, False
+        if steps.known is False or _taken.being_differentiated():
+            return *trace(contextlib.nullcontext()), False
+        call, traced = trace(steps.catching())
+        if not steps.seen:
+            return call, traced, False
+        steps.known = is_step(call, traced)
+        if not steps.known:
+            # The trace has regions around what a loss differentiates inside of itself.
+            call, traced = trace(contextlib.nullcontext())
+        return call, traced, steps.known
 
     def _has_no_derivative(self, traced: _jax.Traced, arrays: Sequence[Any]) -> bool:
         """Tell whether nobody can differentiate a call, so that regions would change nothing.
@@ -427,29 +502,6 @@ class Application:
         if at is None:
             return None
         return lambda path: _patterns.prefix_matching(at, "/".join(path)) is not None
-
-    def _check_step(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        closed: Any,
-        result: Any,
-        base: Path,
-        optimizer: bool,
-    ) -> None:
-        warning = _void.check_step(
-            self.policy,
-            closed,
-            result,
-            base=base,
-            matches=self._matches(),
-            arguments=[[x for x in jax.tree.leaves(a) if hasattr(x, "dtype")] for a in args],
-            optimizer=optimizer,
-            function=getattr(fn, "__name__", type(fn).__name__),
-            call=self.call,
-        )
-        if warning is not None:
-            self._warn_once(*warning)
 
     def _warn(self, program: Program, values: Sequence[Any]) -> None:
         """Emit a warning for each reason for which the policy has no effect."""
@@ -542,6 +594,10 @@ class Application:
         if _checkable(self.policy):
             values = _value.values(program, full=False)
             _check.check(self.policy, values, call=self.call)
+
+
+def _arrays(arguments: Sequence[Any]) -> list[list[Any]]:
+    return [[x for x in jax.tree.leaves(a) if hasattr(x, "dtype")] for a in arguments]
 
 
 _decorated: weakref.WeakKeyDictionary[type, Application] = weakref.WeakKeyDictionary()

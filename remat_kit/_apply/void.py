@@ -53,7 +53,7 @@ def check_at(policy: Any, at: str | None, call: str) -> None:
 # -- a policy on a step -----------------------------------------------------------------------
 
 
-def check_step(
+def is_step(
     policy: Policy,
     closed: Any,
     result: Any,
@@ -62,14 +62,15 @@ def check_step(
     matches: Matches | None,
     arguments: Sequence[Any],
     optimizer: bool,
-    function: str,
-    call: str,
-) -> tuple[str, str] | None:
-    """Raise for a policy on a function that has already differentiated its loss.
+) -> bool:
+    """Tell whether a traced function is a step, whose losses get the policy.
 
-    A function that takes a gradient may be differentiated once more, like the inner step of MAML or
-    the forces of an energy model. So a policy on it is no error if the result is a loss, or if
-    something differentiates the call, and otherwise only if the function certainly is a step.
+    A function that takes a gradient may also be a loss, as with a penalty on a gradient, or it may
+    be differentiated once more, like the inner step of MAML or the forces of an energy model. It
+    counts as a step if nothing differentiates the running call, its result is no loss, and one of
+    these holds: it has the state of an optimizer among its arguments, it returns updated arguments
+    or the gradient of an argument, the policy is a plan, or ``at=`` matches only modules that are
+    differentiated inside of it.
 
     Args:
         policy: the policy.
@@ -79,47 +80,40 @@ def check_step(
         matches: tells whether ``at=`` matches a module path; None without ``at=``.
         arguments: the arguments of the function, which are pytrees of arrays.
         optimizer: whether the state of an optimizer is among the arguments.
+    """
+    gradient = _taken.taken(closed)
+    if gradient is None or _taken.is_loss(gradient, result) or _taken.being_differentiated():
+        return False
+    if optimizer or any(gradient.updated) or isinstance(policy, _structural.Planned):
+        return True
+    if any(
+        jax.tree.leaves(a) and _taken.returns_gradient_of(gradient, result, a) for a in arguments
+    ):
+        return True
+    blocks = [
+        inside
+        for path, inside in _places(closed.jaxpr, base, False)
+        if matches is not None and matches(path)
+    ]
+    return bool(blocks) and all(blocks)
+
+
+def check_step(step: bool, closed: Any, *, function: str, call: str) -> None:
+    """Raise for a policy on a method that is a step, whose losses the policy does not reach.
+
+    Args:
+        step: whether it is a step, from `is_step`.
+        closed: the jaxpr of the function.
         function: the name of the function.
         call: the call of `policy` as the user wrote it.
-
-    Returns:
-        The message and the hint of a warning if the function is probably a step; None otherwise.
 
     Raises:
         PolicyError: the function is a step.
     """
-    gradient = _taken.taken(closed)
-    if gradient is None or _taken.is_loss(gradient, result) or _taken.being_differentiated():
-        return None
-    updates = any(gradient.updated)
-    suspected = certain = updates or optimizer
-    if matches is not None:
-        blocks = [inside for path, inside in _places(closed.jaxpr, base, False) if matches(path)]
-        suspected = bool(blocks) and (certain or all(blocks))
-        certain = suspected and (certain or _returns_gradients(gradient, result, arguments))
-    elif isinstance(policy, _structural.Planned):
-        suspected = certain = True  # a plan is made for a loss
-    elif not isinstance(policy, _structural.Structural):
-        certain = optimizer
-    if not suspected:
-        return None
-    message, hint = _misplaced(gradient, function, call)
-    if certain:
+    gradient = _taken.taken(closed) if step else None
+    if gradient is not None:
+        message, hint = _misplaced(gradient, function, call)
         raise PolicyError(message, hint=hint)
-    return (
-        f"{message}, unless something differentiates this call in another place",
-        f"{hint}; if the function is part of another loss, nothing needs to be done",
-    )
-
-
-def _returns_gradients(gradient: _taken.Taken, result: Any, arguments: Sequence[Any]) -> bool:
-    """Tell whether a function returns the gradient of an argument of several arrays.
-
-    Such an argument contains parameters. The gradient of a single array may be a force instead,
-    which a model is trained to predict.
-    """
-    several = (a for a in arguments if len(jax.tree.leaves(a)) > 1)
-    return any(_taken.returns_gradient_of(gradient, result, a) for a in several)
 
 
 def _misplaced(gradient: _taken.Taken, function: str, call: str) -> tuple[str, str]:
@@ -146,21 +140,6 @@ def _places(jaxpr: Any, base: Path, inside: bool) -> Iterator[tuple[Path, bool]]
             yield from _places(getattr(body.jaxpr, "jaxpr", body.jaxpr), path, within)
         if not bodies:
             yield path, within
-
-
-def holds_optimizer(args: Any) -> bool:
-    """Tell whether the state of an optax optimizer or an NNX optimizer is among the arguments."""
-
-    def is_state(x: Any) -> bool:
-        return any(
-            c.__module__.startswith("optax.") or (c.__module__, c.__name__) == _NNX_OPTIMIZER
-            for c in type(x).__mro__
-        )
-
-    return any(map(is_state, jax.tree.leaves(args, is_leaf=is_state)))
-
-
-_NNX_OPTIMIZER = ("flax.nnx.training.optimizer", "Optimizer")
 
 
 # -- what matches nothing ---------------------------------------------------------------------

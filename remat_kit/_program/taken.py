@@ -116,6 +116,11 @@ def differentiated_later() -> Iterator[None]:
         _expected.reset(token)
 
 
+def expected() -> bool:
+    """Tell whether remat_kit differentiates what it traces now (see `differentiated_later`)."""
+    return _expected.get()
+
+
 def being_differentiated() -> bool:
     """Tell whether the running call is being differentiated, as far as that can be known.
 

@@ -120,9 +120,19 @@ def _jitted_here(
 # -- steps --------------------------------------------------------------------------------------
 
 
+STEP = "__remat_kit_step__"  # of a decorated function: the function, and its context as a step
+
+
 def _step_as_it_is(
     fn: Callable[..., Any], args: tuple[Any, ...], donated: tuple[int, ...], call: str
 ) -> CompilableProgram:
+    decorated = getattr(fn, STEP, None)
+    if decorated is not None and decorated.known is not False:
+        # A decorated step runs as it is, so its own jit determines the program.
+        with decorated.catching():
+            program = _step_as_it_is(decorated.fn, args, donated, call)
+        if decorated.seen:
+            return program
     inner, full, kwargs = _bound(fn, args)
     jitted = _flax.jitted_of(inner) if _flax.is_nnx_jitted(inner) else inner
     if not _jax.is_jitted(jitted):

@@ -1,0 +1,131 @@
+"""How does a policy get to the losses inside a training step?
+
+A step has differentiated its losses before a region around the step could do anything. So a
+decorated step runs in a context in which each loss gets the policy at the moment at which the step
+differentiates it (`_jax.catching`). The step itself runs as it is: its `jit` keeps its donation,
+its static arguments and its shardings, and a step that was traced before is traced again.
+
+It is not always known whether a function is a step. `StepCalls` finds out at the first call. If the
+function is jitted with donated arguments, or by `nnx.jit`, it is called as a step. Any other
+function is traced, as it is for a region around it, and the trace shows whether it takes a
+gradient and what it returns (`void.is_step`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import jax.extend.core as jec
+
+from remat_kit import _frames, _jax
+from remat_kit._errors import unknown
+from remat_kit._frameworks import flax as _flax
+from remat_kit._frameworks import haiku as _haiku
+from remat_kit._frameworks.arguments import Call
+from remat_kit._policy import patterns as _patterns
+from remat_kit._program import losses as _losses
+from remat_kit._program import taken as _taken
+
+
+class Applied(Protocol):
+    """A policy with its options, which runs functions of arrays in regions."""
+
+    call: str
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of arrays in the regions of the policy."""
+        ...
+
+
+class StepCalls:
+    """The calls of one decorated function, which may be a step.
+
+    Attributes:
+        fn: the function.
+        known: whether the function is a step; None before the first call.
+        seen: the names of the losses that were caught, and whether ``losses=`` matched them.
+    """
+
+    def __init__(
+        self, app: Applied, fn: Callable[..., Any], known: bool | None, losses: str | None
+    ):
+        self.app, self.fn, self.known, self.losses = app, fn, known, losses
+        self.seen: dict[str, bool] = {}
+        self.is_warned = False
+
+    # .. the losses
+
+    def __call__(self, found: _jax.Differentiated) -> Callable[..., Any]:
+        """Return a loss in the regions of the policy; `_jax.catching` calls this."""
+        name = _losses.name_of(found)
+        self.seen[name] = self.losses is None or matches(self.losses, name)
+        if not self.seen[name]:
+            return found.fun
+
+        def run(*args: Any) -> Any:
+            loss = _losses.LossOfArrays(found)
+            with _taken.differentiated_later():
+                outs = _haiku.threaded(self.app.run)(loss.arrays, args, {})
+            return loss.result(outs)
+
+        return functools.wraps(found.fun, updated=())(run)
+
+    # .. calls
+
+    @contextlib.contextmanager
+    def catching(self) -> Iterator[None]:
+        """In this context, the losses of a step that is traced get the policy."""
+        with _jax.catching(self):
+            yield
+        self.check_losses()
+
+    def is_step(self) -> bool:
+        """Tell whether the function is called as a step at once, without a trace of its own."""
+        if self.known is False or _taken.being_differentiated():
+            return self.known is True
+        return self.known is True or donates(self.fn)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function as a step."""
+        with self.catching():
+            result = self.fn(*args, **kwargs)
+        if self.known is None:
+            self.known = bool(self.seen)
+        elif not self.seen and not self.is_warned:
+            self.is_warned = True
+            _frames.warn(
+                f"`{self.app.call}`: the step takes no gradient, so the policy has no effect",
+                "decorate the function that calls `jax.grad`, `jax.value_and_grad` or `nnx.grad`, "
+                "or leave step=True out",
+            )
+        return result
+
+    def traced(self, call: Call, traced: _jax.Traced) -> Any:
+        """Return the result of a step of which a trace with regions exists."""
+        outs = jec.jaxpr_as_fun(traced.closed)(*traced.consts, *call.arrays)
+        return call.result(traced, outs)
+
+    def check_losses(self) -> None:
+        """Raise if ``losses=`` matches none of the losses that the step differentiates."""
+        if self.losses is not None and self.seen and not any(self.seen.values()):
+            raise unknown("loss", self.losses, self.seen, call=self.app.call)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Tell whether a pattern matches the name of a loss, or its last component.
+
+    >>> matches("*/critic_loss", "train_step/critic_loss"), matches("critic_*", "step/critic_loss")
+    (True, True)
+    """
+    own = name.rpartition("/")[2]
+    return any(_patterns.prefix_matching(pattern, n) == n for n in (name, own))
+
+
+def donates(fn: Callable[..., Any]) -> bool:
+    """Tell whether a function is jitted by `nnx.jit`, or by `jax.jit` with donated arguments."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return _flax.is_nnx_jitted(fn) or (_jax.is_jitted(fn) and bool(_jax.donated_positions(fn)))

@@ -1,0 +1,400 @@
+"""Which losses does a training step differentiate, and how often does each of them run?
+
+A step is a function in which a gradient is taken, in a jitted, scanned or nested function at any
+depth. While a step is traced, `_jax.catching` hands over each function that the step
+differentiates. `observe` records these losses as programs of their own: a loss is then a function
+of the parameters, and everything else that it reads (the batch, masks, other parameters) is a
+constant, as it is for `jax.grad`.
+
+Example: a step accumulates the gradient over four parts of its batch in a scan:
+
+>>> import jax, jax.numpy as jnp
+>>> def loss(w, x):
+...     return jnp.sum(jnp.tanh(x @ w))
+>>> def step(w, batch):
+...     def accumulate(total, part):
+...         return total + jax.grad(loss)(w, part), None
+...     return w - 0.1 * jax.lax.scan(accumulate, jnp.zeros_like(w), batch)[0]
+>>> w, batch = jnp.ones((3, 3)), jnp.ones((4, 2, 3))
+>>> [(found.name, found.times, found.loop) for found in observe(step, (w, batch)).losses]
+[('accumulate/loss', 4.0, 'a scan of 4 iterations')]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+
+from remat_kit import _frames, _jax
+from remat_kit._frameworks import arguments as _arguments
+from remat_kit._frameworks import flax as _flax
+from remat_kit._program import paths as _paths
+from remat_kit._program import taken as _taken
+from remat_kit._program import traced as _traced
+from remat_kit._program.gradient import Argnums
+from remat_kit._program.paths import Path
+from remat_kit._program.program import Program, bodies, without_region_boundaries
+from remat_kit._program.traced import CompilableProgram
+
+# -- one loss -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loss:
+    """A function that a step differentiates, as a program.
+
+    Attributes:
+        name: the function that takes the gradient, and the loss: ``"train_step/loss_fn"``.
+        source: the file and line of the loss.
+        jaxpr: its program. The first ``constants`` inputs are the values that it is closed over,
+            and the others are the arrays that it is differentiated by.
+        constants: the number of values that it is closed over.
+        active: for each input, whether it has a derivative.
+        wanted: for each result, whether the step differentiates it; the rest is auxiliary.
+        base: the module path of the place where the gradient is taken.
+        times: how often one step runs it; an iteration of unknown number counts once.
+        loop: the loops around it in words, or "".
+    """
+
+    name: str
+    source: str
+    jaxpr: Any
+    constants: int
+    active: tuple[bool, ...]
+    wanted: tuple[bool, ...]
+    base: Path
+    times: float = 1.0
+    loop: str = ""
+
+    def function(self, *inputs: Any) -> tuple[Any, list[Any]]:
+        """Run the loss on its constants and its arguments, and return ``(scalar, auxiliary)``.
+
+        `jax.vjp` may have been given a function of several results or of a result that is no
+        scalar. Their sum then stands for the product with the cotangents.
+        """
+        outs = jec.jaxpr_as_fun(self.jaxpr)(*inputs)
+        pairs = list(zip(outs, self.wanted, strict=True))
+        results, rest = [x for x, w in pairs if w], [x for x, w in pairs if not w]
+        if len(results) == 1 and results[0].shape == ():
+            return jnp.real(results[0]) if jnp.iscomplexobj(results[0]) else results[0], rest
+        sums = [jnp.sum(jnp.real(x), dtype=jnp.float32) for x in results]
+        return functools.reduce(jnp.add, sums), rest
+
+    @property
+    def inputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The shapes of the constants, then those of the arguments."""
+        return tuple(_struct(a) for a in self.jaxpr.in_avals)
+
+    @property
+    def argnums(self) -> tuple[int, ...]:
+        """The positions of the inputs that have a derivative."""
+        return tuple(i for i, active in enumerate(self.active) if active)
+
+    def flat(self) -> Program:
+        """Return the flattened program, with placeholders for the values of its constants."""
+        program = without_region_boundaries(Program.of(self.jaxpr, self.base))
+        # A scan or a call inside may have brought constants of its own, which come first.
+        own = len(program.consts)
+        consts = (*program.consts, *[None] * self.constants)
+        assert len(program.invars) == own + len(self.active)
+        return dataclasses.replace(program, consts=consts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, ready for `json.dumps`."""
+        return {"name": self.name, "source": self.source, "times": self.times, "loop": self.loop}
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False))
+    )
+
+
+def name_of(found: _jax.Differentiated) -> str:
+    """Return the name of a loss: the function that takes its gradient, and its own name."""
+    inner = _jax.function_inside(found.fun)
+    own = getattr(inner, "__qualname__", type(inner).__name__)
+    asking = next((c for c, _ in found.frames if not _frames.is_library_file(c.co_filename)), None)
+    parts = [own.rpartition("<locals>.")[2]]
+    if asking is not None and asking.co_name != "<module>":
+        parts.insert(0, asking.co_qualname.rpartition("<locals>.")[2])
+    return "/".join(parts)
+
+
+def source_of(found: _jax.Differentiated) -> str:
+    """Return the file and line of a loss, or of the line that takes its gradient."""
+    code = getattr(_jax.function_inside(found.fun), "__code__", None)
+    if code is not None and not _frames.is_library_file(code.co_filename):
+        return f"{_paths.short_path(code.co_filename)}:{code.co_firstlineno}"
+    for code, line in found.frames:
+        if not _frames.is_library_file(code.co_filename):
+            return f"{_paths.short_path(code.co_filename)}:{line}"
+    return ""
+
+
+class LossOfArrays:
+    """A caught loss as a function of arrays that returns a list of arrays.
+
+    Leaves of the result that are not arrays are kept as they are, because the auxiliary part of a
+    result may contain any objects. The loss must be called exactly once, because NNX makes losses
+    that can be called only once.
+    """
+
+    def __init__(self, found: _jax.Differentiated):
+        self.found = found
+        self.tree: Any = None
+        self.leaves: list[tuple[Any, bool]] = []
+
+    def arrays(self, *args: Any) -> list[Any]:
+        """Call the loss and return the arrays of its result."""
+        leaves, self.tree = jax.tree.flatten(self.found.fun(*args))
+        traced = [_arguments.is_traceable(x) for x in leaves]
+        self.leaves = [(None if t else x, t) for x, t in zip(leaves, traced, strict=True)]
+        return [x for x, t in zip(leaves, traced, strict=True) if t]
+
+    def result(self, arrays: Sequence[Any]) -> Any:
+        """Return the whole result, with ``arrays`` in the place of its arrays."""
+        outs = iter(arrays)
+        return self.tree.unflatten(next(outs) if t else x for x, t in self.leaves)
+
+    @property
+    def differentiated(self) -> int:
+        """The number of arrays that are differentiated; those of the auxiliary part follow."""
+        tree = self.tree.children()[0] if self.found.has_aux else self.tree
+        return sum(t for _, t in self.leaves[: tree.num_leaves])
+
+
+# -- the losses of a step -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """A step that has been traced.
+
+    Attributes:
+        program: the step as its user runs it.
+        losses: the losses that it differentiates, in the order in which they were traced. Calls of
+            equal losses are one entry, and their ``times`` are added up.
+    """
+
+    program: CompilableProgram
+    losses: tuple[Loss, ...]
+
+
+class _Observer:
+    """Records each loss of a step while the step is traced."""
+
+    def __init__(self) -> None:
+        self.losses: list[Loss] = []
+
+    def __call__(self, found: _jax.Differentiated) -> Callable[..., Any]:
+        return functools.wraps(found.fun, updated=())(functools.partial(self.run, found))
+
+    def run(self, found: _jax.Differentiated, *args: Any) -> Any:
+        base = _paths.join_scopes(_jax.current_scopes())
+        loss = LossOfArrays(found)
+        call = _arguments.Call(loss.arrays, args, {})
+        with _flax.nnx_scopes(), _taken.differentiated_later():
+            traced = call.trace()
+        closed, constants = traced.closed, len(traced.consts)
+        active = [i >= constants and _is_inexact(a) for i, a in enumerate(closed.in_avals)]
+        wanted = [
+            i < loss.differentiated and _is_inexact(a) for i, a in enumerate(closed.out_avals)
+        ]
+        mark = _mark(len(self.losses))
+        self.losses.append(
+            Loss(
+                name=name_of(found),
+                source=source_of(found),
+                jaxpr=closed,
+                constants=constants,
+                active=tuple(active),
+                wanted=tuple(wanted),
+                base=base,
+            )
+        )
+        with jax.named_scope(mark):
+            outs = jec.jaxpr_as_fun(closed)(*traced.consts, *call.arrays)
+        return loss.result(call.result(traced, outs))
+
+
+def _is_inexact(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _mark(number: int) -> str:
+    return f"remat_kit_loss_{number}"
+
+
+def observe(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    donate_argnums: int | Sequence[int] = (),
+    *,
+    call: str = "inspect",
+) -> Step:
+    """Trace a step and record its losses.
+
+    Args:
+        fn: the step, jitted or not.
+        args: its arguments, as for `measure`.
+        donate_argnums: as for `measure`.
+        call: the public function that errors name.
+    """
+    observer = _Observer()
+    with _jax.catching(observer):
+        program = _traced.trace(fn, args, None, donate_argnums, call=call)
+    marks = [_mark(i) for i in range(len(observer.losses))]
+    places = _places(program.traced.jaxpr.jaxpr, set(marks))
+    losses = [
+        dataclasses.replace(loss, times=places[m].times, loop=places[m].words())
+        if m in places
+        else loss
+        for loss, m in zip(observer.losses, marks, strict=True)
+    ]
+    return Step(program, tuple(_joined(losses)))
+
+
+def _joined(losses: Sequence[Loss]) -> Iterator[Loss]:
+    """Yield one loss for each program that occurs, with the times of all its calls added up."""
+    groups: dict[Any, list[Loss]] = {}
+    for loss in losses:
+        groups.setdefault((loss.name, str(loss.jaxpr)), []).append(loss)
+    for group in groups.values():
+        yield dataclasses.replace(group[0], times=sum(x.times for x in group))
+
+
+@dataclasses.dataclass
+class _Place:
+    """How often a loss runs, and the loops around one of its calls."""
+
+    times: float = 0.0
+    loops: tuple[str, ...] = ()
+
+    def words(self) -> str:
+        return " in ".join(reversed(self.loops))
+
+
+def _places(jaxpr: Any, marks: set[str]) -> dict[str, _Place]:
+    places: dict[str, _Place] = {}
+
+    def look(jaxpr: Any, times: float, loops: tuple[str, ...]) -> None:
+        here: set[str] = set()
+        for eqn in jaxpr.eqns:
+            scopes = {scope for group in _jax.name_stack_groups(eqn) for scope in group}
+            found = scopes & marks
+            for mark in found - here:
+                place = places.setdefault(mark, _Place(loops=loops))
+                place.times += times
+            here |= found
+            if found:
+                continue
+            for body in bodies(eqn):
+                if body.kind == "loop":
+                    inner = (*loops, f"a scan of {body.times:.0f} iterations")
+                elif body.kind == "while":
+                    inner = (*loops, "a while loop")
+                else:
+                    inner = loops
+                look(getattr(body.jaxpr, "jaxpr", body.jaxpr), times * body.times, inner)
+
+    look(jaxpr, 1.0, ())
+    return places
+
+
+# -- is a function a step? ------------------------------------------------------------------------
+
+
+def step_of(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    argnums: Argnums = 0,
+    donate_argnums: int | Sequence[int] = (),
+    *,
+    call: str,
+) -> Step | None:
+    """Return a function as a step with its losses, or None if it is a loss.
+
+    A function is a step if it takes a gradient and is jitted with donated arguments, if it takes a
+    gradient and has the state of an optimizer among its arguments, or if its result is no loss. A
+    function whose result is a scalar is a loss, even if it takes a gradient inside (a penalty on a
+    gradient). With ``argnums=None`` every function is a step.
+
+    >>> import jax.numpy as jnp
+    >>> loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+    >>> w = x = jnp.ones((3, 3))
+    >>> step_of(loss, (w, x), call="plan") is None
+    True
+    >>> step = lambda w, x: w - 0.1 * jax.grad(loss)(w, x)
+    >>> [found.name for found in step_of(step, (w, x), call="plan").losses]
+    ['<lambda>/<lambda>']
+
+    Args:
+        fn, args, donate_argnums: as for `observe`.
+        argnums: the positions of the arguments to differentiate, as the user gave them.
+        call: the public function that errors name.
+    """
+    if argnums is None:
+        return observe(fn, args, donate_argnums, call=call)
+    if argnums != 0:  # the user names the parameters of a loss
+        return None
+    try:
+        step = observe(fn, args, donate_argnums, call=call)
+    except Exception:
+        # What is wrong with the function is reported where it is used as a loss.
+        return None
+    return step if step.losses and _is_step(fn, args, step) else None
+
+
+def _is_step(fn: Callable[..., Any], args: Sequence[Any], step: Step) -> bool:
+    if any(info.donated for info in jax.tree.leaves(step.program.traced.args_info)):
+        return True
+    if _flax.holds_state(args) or holds_optimizer(args):
+        return True
+    return result_is_of_a_step(step.program.traced.jaxpr, step.program.results, args)
+
+
+def result_is_of_a_step(closed: Any, result: Any, args: Sequence[Any]) -> bool:
+    """Tell whether the result of a function that takes a gradient is that of a step.
+
+    It is not if it is a real scalar. A pair of a scalar and something else is the result of a step
+    if the scalar does not depend on the gradient, and the rest contains an update or a gradient.
+    """
+    leaves = jax.tree.leaves(result)
+    if len(leaves) == 1 and _is_scalar(leaves[0]):
+        return False
+    pair = isinstance(result, tuple) and len(result) == 2 and _is_scalar(result[0])
+    if not pair:
+        return True
+    gradient = _taken.taken(closed)
+    if gradient is None or _taken.is_loss(gradient, result):
+        return False
+    return any(gradient.updated) or any(
+        _taken.returns_gradient_of(gradient, result, a) for a in args if jax.tree.leaves(a)
+    )
+
+
+def _is_scalar(x: Any) -> bool:
+    return getattr(x, "shape", None) == () and _is_inexact(x)
+
+
+def holds_optimizer(args: Any) -> bool:
+    """Tell whether the state of an optax optimizer or an NNX optimizer is among the arguments."""
+
+    def is_state(x: Any) -> bool:
+        return any(
+            c.__module__.startswith("optax.") or (c.__module__, c.__name__) == _NNX_OPTIMIZER
+            for c in type(x).__mro__
+        )
+
+    return any(map(is_state, jax.tree.leaves(args, is_leaf=is_state)))
+
+
+_NNX_OPTIMIZER = ("flax.nnx.training.optimizer", "Optimizer")
