@@ -93,10 +93,23 @@ class BlockCutter:
                 hint="leave at= out",
             )
         program = _program.without_region_boundaries(program)
-        _schedule.check(plan.program, program, strict=plan.strict, call=self.app.call)
+        plan = self.plan_of(program, plan.losses())
         cse = not self.loop if self.prevent_cse is None else bool(self.prevent_cse)
         schedule = _schedule.read(plan.lines, program, call=self.app.call)
         return _run_schedule.run(program, schedule, args, prevent_cse=cse)
+
+    def plan_of(
+        self, program: Program, plans: Sequence[_structural.Planned]
+    ) -> _structural.Planned:
+        """Return the plan that was made for a program; raise if there is none."""
+        errors = []
+        for plan in plans:
+            try:
+                _schedule.check(plan.program, program, strict=plan.strict, call=self.app.call)
+                return plan
+            except PolicyError as error:
+                errors.append(error)
+        raise errors[0]
 
     def nothing_at(self, program: Program) -> Exception:
         paths = {"/".join(p) for p in _module_paths(program.eqns, program.base)}

@@ -66,9 +66,9 @@ class StepCalls:
             return found.fun
 
         def run(*args: Any) -> Any:
-            loss = _losses.LossOfArrays(found)
+            loss = _losses.LossOfArrays(found, args)
             with _taken.differentiated_later():
-                outs = _haiku.threaded(self.app.run)(loss.arrays, args, {})
+                outs = _haiku.threaded(self.app.run)(loss.function, tuple(loss.inputs), {})
             return loss.result(outs)
 
         return functools.wraps(found.fun, updated=())(run)

@@ -48,6 +48,7 @@ from remat_kit._program import ops as _ops
 from remat_kit._program import program as _program
 from remat_kit._program import taken as _taken
 from remat_kit._program.gradient import Argnums, abstract, gradient_program
+from remat_kit._program.losses import Loss
 from remat_kit._program.ops import is_fusible, is_view, reduces
 from remat_kit._program.program import Program, flat_program
 
@@ -105,6 +106,13 @@ def trace(
     active = [False] * len(program.consts) + active
     wanted = [i == 0 for i in range(len(program.outvars))]
     return _build(program, active, wanted, chip)
+
+
+def of_loss(loss: Loss, chip: Chip) -> CostGraph:
+    """Return the cost graph of a loss that a step differentiates."""
+    program = loss.flat()
+    own = len(program.invars) - len(loss.active)
+    return _build(program, [False] * own + list(loss.active), loss.wanted, chip)
 
 
 def _build(

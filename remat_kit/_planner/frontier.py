@@ -111,7 +111,9 @@ class Frontier:
         plain: the loss as it is, without a region.
         presets: the names and the points of the presets ``nothing`` and ``dots``, with one region
             per block.
-        graph: the cost graph of the loss.
+        graph: the cost graph of the loss; of a step with several losses, that of the loss which
+            needs most.
+        others: the frontiers of the other losses of a step.
     """
 
     points: tuple[Point, ...]
@@ -128,6 +130,7 @@ class Frontier:
     plain: Point
     presets: tuple[tuple[str, Point], ...]
     graph: CostGraph = dataclasses.field(repr=False)
+    others: tuple[Frontier, ...] = dataclasses.field(default=(), repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, ready for `json.dumps`."""
@@ -151,7 +154,9 @@ class Frontier:
 
     def policy(self, point: Point) -> Planned:
         """Return the policy that runs the schedule of a point, for `remat_kit.policy`."""
-        return policy_of(self.graph, point.schedule)
+        own = policy_of(self.graph, point.schedule)
+        others = (policy_of(f.graph, p.schedule) for f, p in zip(self.others, point.others))
+        return _structural.joined([own, *others])
 
     def table(self, most: int = 24) -> Table:
         """Return a table of at most ``most`` points, spread evenly over all points."""
@@ -229,7 +234,10 @@ def frontier(
     offload: bool = False,
     progress: Tick | None = None,
 ) -> Frontier:
-    """Return the schedules with the best trade of memory for time, without compiling anything.
+    """Return the schedules with the best trade of memory for time.
+
+    For a loss, nothing is compiled. A training step is compiled once, without a plan, because the
+    compiled program shows what the step holds beside its losses.
 
     >>> import jax, jax.numpy as jnp
     >>> def tower(weights, x):
@@ -244,7 +252,8 @@ def frontier(
     True
 
     Args:
-        fn: the loss. It is called as ``fn(*args)`` and returns a scalar, or ``(scalar, aux)``.
+        fn: the loss. It is called as ``fn(*args)`` and returns a scalar, or ``(scalar, aux)``. It
+            may also be a training step, jitted or not, whose losses get the schedules.
         args: pytrees of arrays or of `jax.ShapeDtypeStruct`.
         target: the chip whose rates turn operations and bytes into seconds.
         argnums: the positions of the arguments to differentiate.
@@ -266,17 +275,14 @@ def frontier(
         UserError: ``fn`` is not a loss, or ``offload`` is set for a CPU.
         UnknownNameError: no chip or objective has that name.
     """
-    return search_frontier(
-        fn,
-        args,
-        find_target(target),
-        argnums,
-        objective,
-        optimizer,
-        offload,
-        progress or _proposals.silent,
-        "frontier",
+    # That module combines the frontiers that this one computes.
+    from remat_kit._planner.steps import frontier_for
+
+    tick, chip = progress or _proposals.silent, find_target(target)
+    found, _ = frontier_for(
+        fn, args, chip, argnums, objective, optimizer, offload, tick, "frontier"
     )
+    return found
 
 
 def search_frontier(
@@ -290,8 +296,22 @@ def search_frontier(
     tick: Tick,
     call: str,
 ) -> Frontier:
-    """Return the frontier of a loss on a chip; errors name the public function ``call``."""
+    """Return the frontier of a loss or a step on a chip; errors name the function ``call``."""
     begun = time.perf_counter()
+    check_options(objective, offload, chip, call)
+    tick("tracing")
+    graph = _build.trace(fn, args, chip, argnums, call=call)
+    given, made = _sizes(graph, args, argnums, call)
+    if optimizer is not None:
+        state = _step.state_of(optimizer, args, argnums, call)
+        given += sum(_ops.nbytes(x) for x in jax.tree.leaves(state))
+    return frontier_of(
+        graph, Surroundings(given, made), chip, objective, offload, tick, begun, call
+    )
+
+
+def check_options(objective: str, offload: bool, chip: Target, call: str) -> None:
+    """Raise for an unknown objective, or an offload on a chip that has one memory."""
     if objective not in OBJECTIVES:
         raise unknown("objective", objective, OBJECTIVES, call=f"{call}(..., objective=...)")
     if offload and Backend(chip.platform).has_one_memory:
@@ -300,9 +320,37 @@ def search_frontier(
             "memory, so there is nowhere to move an array to",
             hint="leave offload out, or plan for a GPU or a TPU; `remat-kit targets` lists them",
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """What the program around a loss needs.
+
+    Attributes:
+        given: bytes that are live while the loss and its backward pass run, such as its arguments.
+        made: bytes of the results and the gradients.
+        least: bytes of the peak of the rest of a step, such as the update of the parameters.
+        times: how often a step runs the loss.
+    """
+
+    given: int
+    made: int
+    least: int = 0
+    times: float = 1.0
+
+
+def frontier_of(
+    graph: CostGraph,
+    around: Surroundings,
+    chip: Target,
+    objective: str,
+    offload: bool,
+    tick: Tick,
+    begun: float,
+    call: str,
+) -> Frontier:
+    """Return the frontier of a loss from its cost graph."""
     with _collection_put_off():
-        tick("tracing")
-        graph = _build.trace(fn, args, chip, argnums, call=call)
         if offload and not any(e.loop for e in graph.equations):
             _frames.warn(
                 f"`{call}(..., offload=True)`: the loss has no scan. The planner offloads only "
@@ -318,17 +366,13 @@ def search_frontier(
         )
         tick("bounds")
         bounds = _bounds.bounds(graph)
-    given, made = _sizes(graph, args, argnums, call)
-    if optimizer is not None:
-        state = _step.state_of(optimizer, args, argnums, call)
-        given += sum(_ops.nbytes(x) for x in jax.tree.leaves(state))
 
     def point(schedule: Schedule[int]) -> Point:
         cost = _simulate.simulate(graph, schedule)
-        return _point(graph, schedule, cost, bounds, worth, given, made)
+        return _point(graph, schedule, cost, bounds, worth, around)
 
     def points(some: Sequence[_proposals.Candidate]) -> tuple[Point, ...]:
-        return tuple(_point(graph, c.schedule, c.cost, bounds, worth, given, made) for c in some)
+        return tuple(_point(graph, c.schedule, c.cost, bounds, worth, around) for c in some)
 
     return Frontier(
         points=points(_proposals.pareto(found, worth)),
@@ -336,10 +380,10 @@ def search_frontier(
         objective=objective,
         planning_seconds=time.perf_counter() - begun,
         equations=len(graph.equations),
-        argument_bytes=given,
-        output_bytes=made,
-        forward_seconds=graph.forward_seconds,
-        backward_seconds=graph.backward_seconds,
+        argument_bytes=around.given,
+        output_bytes=around.made,
+        forward_seconds=around.times * graph.forward_seconds,
+        backward_seconds=around.times * graph.backward_seconds,
         working_bytes=bounds.working_bytes,
         leaner=points(_proposals.leaner(found, worth)),
         plain=point((Segment(0, len(graph.equations), plain=True),)),
@@ -370,19 +414,19 @@ def _point(
     cost: Simulated,
     bounds: _bounds.Bounds,
     worth: _mincut.Worth,
-    given: int,
-    made: int,
+    around: Surroundings,
 ) -> Point:
     bound = min(bounds.seconds(cost.peak_bytes + cost.host_bytes), cost.extra_seconds)
+    times = around.times
     return Point(
-        predicted_peak_bytes=given + max(made, cost.peak_bytes),
+        predicted_peak_bytes=max(around.least, around.given + max(around.made, cost.peak_bytes)),
         saved_bytes=cost.saved_bytes,
         host_bytes=cost.host_bytes,
-        extra_seconds=cost.extra_seconds,
-        extra_flops=cost.extra_flops,
-        extra_work=worth.extra(cost),
-        forward_flops=graph.forward_flops,
-        bound_extra_seconds=bound,
+        extra_seconds=times * cost.extra_seconds,
+        extra_flops=times * cost.extra_flops,
+        extra_work=times * worth.extra(cost),
+        forward_flops=times * graph.forward_flops,
+        bound_extra_seconds=times * bound,
         gap=_share(cost.extra_seconds - bound, graph.forward_seconds),
         schedule=schedule,
         cost=cost,
@@ -451,7 +495,8 @@ def estimate(
         schedule += (Segment(marks[-1], n, plain=True),)
     cost = _simulate.simulate(graph, schedule)
     given, made = _sizes(graph, args, argnums, "estimate")
-    return _point(graph, schedule, cost, _bounds.bounds(graph), _mincut.TIME, given, made)
+    around = Surroundings(given, made)
+    return _point(graph, schedule, cost, _bounds.bounds(graph), _mincut.TIME, around)
 
 
 def _ends(graph: CostGraph, text: str) -> list[int]:

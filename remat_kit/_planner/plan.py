@@ -234,13 +234,13 @@ def plans(
         budgets: budgets as for `plan`. If nothing fits a budget, the error takes the plan's place.
         compiles: maximum number of programs to compile for each budget.
     """
-    from remat_kit._planner.frontier import search_frontier
     from remat_kit._planner.proposals import silent
     from remat_kit._planner.search import Search, parsed_budget
+    from remat_kit._planner.steps import frontier_for
 
     wanted = [parsed_budget(budget) for budget in budgets]
     chip, tick = find_target(target), progress or silent
-    front = search_frontier(fn, args, chip, argnums, objective, None, offload, tick, "plans")
+    front, argnums = frontier_for(fn, args, chip, argnums, objective, None, offload, tick, "plans")
     search = Search(fn, args, argnums, chip, front, compiles, tick)
 
     def predicted(budget: str | int | float) -> dict[int, int]:
@@ -273,7 +273,9 @@ def plan(
     compiles: int = 5,
     progress: Tick | None = None,
 ) -> Plan:
-    """Return the schedule of a loss that recomputes least within a budget, checked by compiling it.
+    """Return the schedule of a loss or a step that recomputes least within a budget.
+
+    The compiler checks it.
 
     >>> import jax, jax.numpy as jnp
     >>> import remat_kit
@@ -289,7 +291,9 @@ def plan(
     >>> lean = remat_kit.policy(found)(tower)
 
     Args:
-        fn: the loss. It is called as ``fn(*args)`` and returns a scalar, or ``(scalar, aux)``.
+        fn: the loss. It is called as ``fn(*args)`` and returns a scalar, or ``(scalar, aux)``. It
+            may also be a training step, jitted or not, with the arguments that it is called with.
+            The whole step is then compiled, and ``remat_kit.policy(plan)(step)`` runs it.
         args: pytrees of arrays or of `jax.ShapeDtypeStruct`.
         budget: one of these: bytes on the device, arguments and results included (``"14GiB"``, an
             integer); a share of the step's activation memory (0.5, ``"50%"``), that is, of its
@@ -317,25 +321,26 @@ def plan(
         UnknownNameError: no chip or objective has that name.
         MissingPluginError: the compiler for the target is not installed.
     """
-    from remat_kit._planner.frontier import search_frontier
     from remat_kit._planner.proposals import silent
     from remat_kit._planner.search import Search, check_reachable, parsed_budget
+    from remat_kit._planner.steps import frontier_for
 
     chip = find_target(target)
     wanted = parsed_budget(budget)
     check_reachable(wanted, args, argnums, optimizer)
     tick = progress or silent
-    front = search_frontier(fn, args, chip, argnums, objective, optimizer, offload, tick, "plan")
+    front, argnums = frontier_for(
+        fn, args, chip, argnums, objective, optimizer, offload, tick, "plan"
+    )
     search = Search(fn, args, argnums, chip, front, compiles, tick, optimizer)
     return _answered(search, search.run(wanted))
 
 
 def _answered(search: Search, answer: Answer) -> Plan:
     from remat_kit._compiled.peak import UPDATE
-    from remat_kit._planner.frontier import policy_of
 
-    graph, point = search.frontier.graph, search.points[answer.place]
-    policy = policy_of(graph, point.schedule)
+    front, point = search.frontier, search.points[answer.place]
+    policy = front.policy(point)
     least = min(range(len(search.points)), key=search.predicted)
     memory = search.known[answer.place]
     phase = search.phase(answer.place)
@@ -344,7 +349,7 @@ def _answered(search: Search, answer: Answer) -> Plan:
         notes.append(
             "the peak is in the update of the parameters, so recomputing more cannot lower it"
         )
-    elif memory.peak_bytes is not None and point.cost.peak_bytes <= search.frontier.output_bytes:
+    elif memory.peak_bytes is not None and point.cost.peak_bytes <= front.output_bytes:
         notes.append("arguments and gradients alone make the peak, so no recompute can lower it")
     if memory.drops_offload(point.host_bytes):
         dropped = (
@@ -358,7 +363,8 @@ def _answered(search: Search, answer: Answer) -> Plan:
             "plan without offload, or for another chip; the compiled peak counts these bytes on "
             "the device",
         )
-    modules = _by_module(graph, point.schedule)
+    parts = [(front, point), *zip(front.others, point.others, strict=True)]
+    modules = tuple(m for f, p in parts for m in _by_module(f.graph, p.schedule))
     if names := dict.fromkeys(name for m in modules for name in m.unknown):
         again = any(m.unknown_again for m in modules)
         what = "some of them are recomputed" if again else "none of them is recomputed"
@@ -366,7 +372,7 @@ def _answered(search: Search, answer: Answer) -> Plan:
             f"the cost of these primitives is unknown: {', '.join(names)}. Each counts as much as "
             f"all other operations together, and {what}"
         )
-    step = search.frontier.forward_seconds + search.frontier.backward_seconds
+    step = front.forward_seconds + front.backward_seconds
     return Plan(
         program=policy.program,
         lines=policy.lines,

@@ -50,6 +50,8 @@ class Point:
         gap: ``extra_seconds`` less ``bound_extra_seconds``, as a fraction of the forward pass.
         schedule: the segments of the schedule.
         cost: the simulated memory and extra work, without arguments and results.
+        others: of a step with several losses, the points of its other losses. The figures are sums
+            over all losses, and peaks are the largest.
     """
 
     predicted_peak_bytes: int
@@ -63,6 +65,7 @@ class Point:
     gap: float
     schedule: Schedule[int] = dataclasses.field(repr=False)
     cost: Simulated = dataclasses.field(repr=False)
+    others: tuple[Point, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def extra_flops_fraction(self) -> float:

@@ -31,7 +31,7 @@ from remat_kit._chip.target import Target
 from remat_kit._compiled import hlo as _hlo
 from remat_kit._compiled import peak as _peak
 from remat_kit._errors import PolicyError, UserError
-from remat_kit._planner.frontier import Frontier, Tick, held_arrays, policy_of
+from remat_kit._planner.frontier import Frontier, Tick, held_arrays
 from remat_kit._planner.point import Point
 from remat_kit._program import ops as _ops
 from remat_kit._program import step as _step
@@ -172,7 +172,8 @@ class Search:
     """Searches the points of a frontier for budgets, and compiles a few of them.
 
     Attributes:
-        fn, args, argnums: the loss, its arguments, and the positions of those to differentiate.
+        fn, args, argnums: the loss, its arguments, and the positions of those to differentiate; of
+            a step, ``argnums`` is None.
         chip: the chip to compile for.
         frontier: the frontier whose points may be chosen; the program without a plan is one too.
         compiles: maximum number of programs to compile for each budget.
@@ -284,7 +285,8 @@ class Search:
         point = self.points[place]
         fn = self.fn
         if place != self.plain:
-            fn = apply(policy_of(self.frontier.graph, point.schedule))(fn)
+            step = True if self.argnums is None else None
+            fn = apply(self.frontier.policy(point), step=step)(fn)
         share = f"+{100 * point.extra_flops_fraction:.1f} % FLOPs"
         self.tick(f"compiling for {self.chip.name}: {share}{self.so_far()}")
         compiled = compile_program(

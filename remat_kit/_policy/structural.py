@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from remat_kit._errors import PolicyError
@@ -212,10 +212,42 @@ class Planned(Structural):
         lines = ", ".join(map(repr, (self.program, *self.lines)))
         return f"planned({lines}{'' if self.strict else ', strict=False'})"
 
+    def losses(self) -> list[Planned]:
+        """Return one plan for each loss; only the plan of a step has several."""
+        plans = [dataclasses.replace(_bare(self), lines=())]
+        for line in self.lines:
+            if line.startswith(_PROGRAM):
+                plans.append(dataclasses.replace(plans[0], program=line, lines=()))
+            else:
+                plans[-1] = dataclasses.replace(plans[-1], lines=(*plans[-1].lines, line))
+        return plans
+
     @property
     def title(self) -> str:
         """The name of the plan in reports, since its own text can be long."""
         return f"plan {hashlib.sha256(repr(self).encode()).hexdigest()[:6]}"
+
+
+# How the description of a program begins, unlike any line of a schedule.
+_PROGRAM = "joined="
+
+
+def _bare(plan: Planned) -> Planned:
+    return Planned(program=plan.program, lines=plan.lines, strict=plan.strict)
+
+
+def joined(plans: Sequence[Planned]) -> Planned:
+    """Return one plan for a step, from those of its losses.
+
+    >>> one, two = planned("joined=1 sin=1", "0:1 plain"), planned("joined=2 cos=1", "0:1 plain")
+    >>> joined([one, two])
+    planned('joined=1 sin=1', '0:1 plain', 'joined=2 cos=1', '0:1 plain')
+    >>> joined([one, two]).losses() == [one, two]
+    True
+    """
+    first, *rest = plans
+    lines = [line for plan in rest for line in (plan.program, *plan.lines)]
+    return dataclasses.replace(_bare(first), lines=(*first.lines, *lines))
 
 
 def planned(program: str, *lines: str, strict: bool = True) -> Planned:
@@ -230,7 +262,8 @@ def planned(program: str, *lines: str, strict: bool = True) -> Planned:
       program: a short description of the program that the plan was made for. Applying the plan to
         another program is an error.
       lines: the segments of the program in order, each with the values that it saves. Equal blocks
-        with equal decisions share a line.
+        with equal decisions share a line. In the plan of a step with several losses, the
+        description of another program begins the lines of another loss.
       strict: whether a program that differs only in its shapes is an error too.
 
     Raises:

@@ -139,24 +139,31 @@ def source_of(found: _jax.Differentiated) -> str:
 
 
 class LossOfArrays:
-    """A caught loss as a function of arrays that returns a list of arrays.
+    """A caught loss with its arguments, as a function of arrays that returns a list of arrays.
 
     Leaves of the result that are not arrays are kept as they are, because the auxiliary part of a
-    result may contain any objects. The loss must be called exactly once, because NNX makes losses
-    that can be called only once.
+    result may contain any objects. The loss is called once, because NNX makes losses that can be
+    called only once: JAX finds the trace of `function` in its cache, since its arguments are a flat
+    list (the pytrees of NNX are not equal to themselves).
+
+    Attributes:
+        function: the function of the arrays of the arguments.
+        inputs: these arrays.
     """
 
-    def __init__(self, found: _jax.Differentiated):
+    def __init__(self, found: _jax.Differentiated, args: tuple[Any, ...]):
         self.found = found
         self.tree: Any = None
         self.leaves: list[tuple[Any, bool]] = []
+        self.inputs, given = jax.tree.flatten(args)
 
-    def arrays(self, *args: Any) -> list[Any]:
-        """Call the loss and return the arrays of its result."""
-        leaves, self.tree = jax.tree.flatten(self.found.fun(*args))
-        traced = [_arguments.is_traceable(x) for x in leaves]
-        self.leaves = [(None if t else x, t) for x, t in zip(leaves, traced, strict=True)]
-        return [x for x, t in zip(leaves, traced, strict=True) if t]
+        def function(*inputs: Any) -> list[Any]:
+            leaves, self.tree = jax.tree.flatten(found.fun(*given.unflatten(inputs)))
+            traced = [_arguments.is_traceable(x) for x in leaves]
+            self.leaves = [(None if t else x, t) for x, t in zip(leaves, traced, strict=True)]
+            return [x for x, t in zip(leaves, traced, strict=True) if t]
+
+        self.function = function
 
     def result(self, arrays: Sequence[Any]) -> Any:
         """Return the whole result, with ``arrays`` in the place of its arrays."""
@@ -198,8 +205,8 @@ class _Observer:
 
     def run(self, found: _jax.Differentiated, *args: Any) -> Any:
         base = _paths.join_scopes(_jax.current_scopes())
-        loss = LossOfArrays(found)
-        call = _arguments.Call(loss.arrays, args, {})
+        loss = LossOfArrays(found, args)
+        call = _arguments.Call(loss.function, tuple(loss.inputs), {})
         with _flax.nnx_scopes(), _taken.differentiated_later():
             traced = call.trace()
         closed, constants = traced.closed, len(traced.consts)
