@@ -1145,6 +1145,36 @@ _OWN_DERIVATIVES = tuple(
 _AD_FILE = os.path.join("jax", "_src", "interpreters", "ad.py")
 
 
+def order_of_making(values: Sequence[Any]) -> list[int]:
+    """Return the positions of traced values in the order in which their program makes them.
+
+    JAX lists what a function is closed over in the order in which it is first read, which differs
+    between two versions of the function. Values that are no tracers come last, in the given order.
+    A tracer names its variable in ``val``, and its trace lists equations (0.10.2 and 0.12).
+    """
+    numbers: dict[Any, int] = {}
+    for frame in {id(f): f for f in map(_frame_of, values) if f is not None}.values():
+        made = (v for e in frame.tracing_eqns for v in getattr(e, "outvars", ()))
+        for var in (*getattr(frame, "invars", ()), *made):
+            numbers.setdefault(var, len(numbers))
+    last = len(numbers)
+    places = [last if _frame_of(x) is None else numbers.get(x.val, last) for x in values]
+    return sorted(range(len(values)), key=places.__getitem__)
+
+
+def _frame_of(x: Any) -> Any:
+    return getattr(getattr(x, "_trace", None), "frame", None)
+
+
+def reordered(traced: Traced, order: Sequence[int]) -> Traced:
+    """Return a trace with its constants in another order."""
+    jaxpr = getattr(traced.jaxpr, "jaxpr", traced.jaxpr)
+    count = len(order)
+    invars = [*(jaxpr.invars[i] for i in order), *jaxpr.invars[count:]]
+    consts = tuple(traced.consts[i] for i in order)
+    return Traced(jaxpr.replace(invars=invars), consts, traced.out_tree)
+
+
 def function_inside(fun: Any) -> Any:
     """Return the user's function inside the wrappers that JAX and Flax put around a loss.
 

@@ -41,6 +41,7 @@ from remat_kit._chip.target import (
 from remat_kit._chip.worker import Worker, WorkerDiedError
 from remat_kit._compiled.hlo import xla_remat_count
 from remat_kit._errors import CompileError, MissingPluginError, TargetError, UserError
+from remat_kit._program import losses as _losses
 from remat_kit._program import step as _step
 from remat_kit._program import traced as _traced
 from remat_kit._program import value as _value
@@ -115,13 +116,14 @@ def measure(
     (1310720, True)
 
     Args:
-        fn: called as ``fn(*args)``; returns a scalar, or ``(scalar, aux)``.
+        fn: called as ``fn(*args)``; returns a scalar, or ``(scalar, aux)``. It may also be a
+            training step, which takes a gradient itself; it is compiled as it is.
         args: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`. Only their shapes, their dtypes
             and whether they lie in the host's memory matter. The target ``local`` runs the program
             and replaces shapes by arrays of zeros.
         target: a chip or its name (see `target`); for a list of them, a tuple is returned.
-        argnums: which arguments to differentiate. If it is None, ``fn`` is compiled as it is, for
-            a whole training step. A jitted step is compiled with its own donation and static
+        argnums: which arguments of a loss to differentiate. If it is None, ``fn`` is compiled as
+            it is, whether it takes a gradient or not. A jitted step is compiled with its own donation and static
             arguments. What a step of Flax NNX changes in its arguments is part of the program.
         donate_argnums: the arguments whose memory the results may take over, as in `jax.jit`; not
             for a jitted step that donates other arguments.
@@ -216,6 +218,9 @@ def compile_program(
     """
     chip = _target_of(target)
     _require(chip, call)
+    if optimizer is None and argnums is not None:
+        step = _losses.step_of(fn, args, argnums, donate_argnums, call=call)
+        argnums = argnums if step is None else None
     program = _traced.trace(fn, args, argnums, donate_argnums, optimizer=optimizer, call=call)
     options: Options = {
         **dict(chip.compiler_options),

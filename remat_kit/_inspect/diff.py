@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from remat_kit._errors import UserError
 from remat_kit._inspect.recomputed import duplicates
 from remat_kit._program.flow import FORWARD, ConstantNumber, NumberedValue, Numbering, Op
-from remat_kit._program.gradient import Gradient, trace_gradient
+from remat_kit._program.gradient import Gradient
+from remat_kit._program.losses import gradients_of
 from remat_kit._show.table import Lines, Shown
 
 _CONTEXT = 2  # lines shown before and after a duplicate
@@ -45,7 +47,7 @@ def diff(
 
     Args:
         before, after: losses of the same arguments; each returns a real scalar, or a pair of a
-            scalar and anything.
+            scalar and anything. Or two versions of a training step, whose losses are compared.
         args: pytrees of arrays or `jax.ShapeDtypeStruct`.
         argnums: which arguments to differentiate.
         full: whether to print every line; by default, duplicates and the lines around them.
@@ -58,10 +60,20 @@ def diff(
     Raises:
         NotDifferentiableError, UserError: a loss has no gradient for these arguments.
     """
-    numbering = Numbering()
-    old = trace_gradient(before, args, argnums, call="diff", numbering=numbering)
-    new = trace_gradient(after, args, argnums, call="diff", numbering=numbering)
-    return _Aligned(old, new).diff(labels, full)
+    numberings: dict[int, Numbering] = {}
+    _, old = gradients_of(before, args, argnums, call="diff", numberings=numberings)
+    _, new = gradients_of(after, args, argnums, call="diff", numberings=numberings)
+    if len(old) != len(new):
+        raise UserError(
+            f"`diff`: the first function differentiates {len(old)} losses, and the second "
+            f"{len(new)}",
+            hint="compare two versions of the same step",
+        )
+    lines: tuple[Line, ...] = ()
+    for one, other in zip(old, new, strict=True):
+        lines += _Aligned(one.gradient, other.gradient, len(lines)).lines()
+    in_order = tuple(line.duplicate for line in lines if line.duplicate is not None)
+    return Diff(labels, lines, in_order, full)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,13 +245,13 @@ _Key = tuple[int, int]  # a value number, and how many earlier operations have t
 class _Aligned:
     """The operations of two programs in one order, with one id for the same operation in both."""
 
-    def __init__(self, old: Gradient, new: Gradient) -> None:
+    def __init__(self, old: Gradient, new: Gradient, first: int = 0) -> None:
         self.numbering = new.flow.numbering
         self.gradients = {"-": old, "+": new}
         self.old, self.new = _keyed(old), _keyed(new)
         self.order = list(self._merged())
         self.ids: dict[Op, str] = {}
-        for i, (_, ops) in enumerate(self.order, 1):
+        for i, (_, ops) in enumerate(self.order, first + 1):
             self.ids.update((op, f"%{i}") for op in ops)
 
     def _merged(self) -> Iterator[tuple[str, tuple[Op, ...]]]:
@@ -260,7 +272,7 @@ class _Aligned:
                 yield "~" if twin.frame.phase != op.frame.phase else " ", (op, twin)
             yield from (("-", (op,)) for op in removed.get(key, ()))
 
-    def diff(self, labels: tuple[str, str], full: bool) -> Diff:
+    def lines(self) -> tuple[Line, ...]:
         repeated = self.repeated()
         lines = []
         for sign, (op, *_) in self.order:
@@ -268,8 +280,7 @@ class _Aligned:
             operands = tuple(self.operand(v, gradient) for v in op.inputs)
             phase = op.frame.phase
             lines.append(Line(sign, phase, op, self.ids[op], operands, repeated.get(op)))
-        in_order = tuple(x.duplicate for x in lines if x.duplicate is not None)
-        return Diff(labels, tuple(lines), in_order, full)
+        return tuple(lines)
 
     def repeated(self) -> dict[Op, DuplicateLine]:
         found = {d.op: d.twin for d in duplicates(self.gradients["+"])}

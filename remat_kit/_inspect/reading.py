@@ -94,12 +94,12 @@ class TracedReading:
         return TracedReading(gradient, residuals, natural_residuals(fn, args, argnums))
 
 
-def read(compiled: Compiled, traced: TracedReading) -> Reading | None:
-    """Read a compiled gradient; return None if the compiler gave no program.
+def read(compiled: Compiled, traced: Sequence[TracedReading]) -> Reading | None:
+    """Read a compiled gradient or step; return None if the compiler gave no program.
 
     Args:
         compiled: as `compile_program` returns it.
-        traced: the gradient that was compiled.
+        traced: the gradient that was compiled, or those of all losses of a step.
     """
     if compiled.hlo_text is None:
         return None
@@ -108,8 +108,12 @@ def read(compiled: Compiled, traced: TracedReading) -> Reading | None:
     ops = _duplicates.recomputed_ops(program)
     parts = anatomy(program, memory.peak_bytes, platform=chip.platform)
     time = estimate(program, chip, parts.origins, chip_name=chip.name)
-    found = verdicts(
-        traced.gradient, traced.residuals, traced.natural, ops, memory, time, parts.origins
+    found = tuple(
+        verdict
+        for one in traced
+        for verdict in verdicts(
+            one.gradient, one.residuals, one.natural, ops, memory, time, parts.origins
+        )
     )
     return Reading(
         peak=parts.peak,

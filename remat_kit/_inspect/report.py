@@ -45,7 +45,7 @@ from remat_kit._inspect.tables import (
     unknown_table,
     versions,
 )
-from remat_kit._program.gradient import trace_gradient
+from remat_kit._program.losses import Loss, gradients_of
 from remat_kit._program.paths import roll_up as roll_up
 from remat_kit._show import figures as _figures
 from remat_kit._show import page as _page
@@ -80,7 +80,9 @@ def inspect(
     ['tanh']
 
     Args:
-        fn: called as ``fn(*args)``; returns a real scalar, or a pair of a scalar and anything.
+        fn: called as ``fn(*args)``; returns a real scalar, or a pair of a scalar and anything. It
+            may also be a training step, jitted or not: the report then lists what its losses save,
+            and compiles the whole step.
         args: pytrees of arrays or `jax.ShapeDtypeStruct`.
         policy: applied to ``fn`` first, as `remat_kit.policy` does; None changes nothing.
         at: the module paths that ``policy`` is applied at.
@@ -103,18 +105,25 @@ def inspect(
     """
     _void.check_at(policy, at, "inspect")
     loss = fn if policy is None else _decorate.policy(policy, at=at)(fn)
-    gradient = trace_gradient(loss, args, argnums, call="inspect")
-    kept = _residuals.kept_of(gradient)
-    recomputed = tuple(_recomputed.recomputed_of(gradient))
-    forward_flops = _recomputed.forward_flops(gradient)
+    step, parts = gradients_of(loss, args, argnums, call="inspect")
+    gradients = [part.gradient for part in parts]
+    kept = [_residuals.kept_of(gradient) for gradient in gradients]
+    recomputed = [tuple(_recomputed.recomputed_of(gradient)) for gradient in gradients]
+    forward_flops = [_recomputed.forward_flops(gradient) for gradient in gradients]
     memory: dict[str, Memory] = {}
     readings: dict[str, Reading] = {}
     chips = target_names(target)
     if chips:
-        traced = TracedReading.of(gradient, [r for _, r in kept], loss, args, argnums)
+        traced = [
+            TracedReading.of(part.gradient, [r for _, r in saved], part.fn, part.args, part.argnums)
+            for part, saved in zip(parts, kept, strict=True)
+        ]
     for chip in chips:
         compiled = _compile.compile_program(
-            loss, args, chip, argnums=argnums, optimizer=optimizer, call="inspect"
+            *(loss, args, chip),
+            argnums=argnums if step is None else None,
+            optimizer=optimizer,
+            call="inspect",
         )
         _compile.warn_of_offload_on_cpu(compiled, "inspect")
         name = compiled.memory.target
@@ -124,20 +133,31 @@ def inspect(
             readings[name] = reading
     hlo = {name: reading.ops for name, reading in readings.items()}
     chosen, place = _decorate.applied(loss)
-    lints = lints_of(
-        gradient,
-        kept,
-        recomputed,
-        forward_flops=forward_flops,
-        policy=chosen,
-        at=place,
-        compiled={name: CompiledFacts(memory[name], hlo.get(name)) for name in memory},
+    facts = {name: CompiledFacts(memory[name], hlo.get(name)) for name in memory}
+    lints = tuple(
+        dict.fromkeys(
+            lint
+            for gradient, saved, again, flops in zip(
+                gradients, kept, recomputed, forward_flops, strict=True
+            )
+            for lint in lints_of(
+                gradient,
+                saved,
+                again,
+                forward_flops=flops,
+                policy=chosen,
+                at=place,
+                compiled=facts,
+            )
+        )
     )
     for lint in lints:
         if lint.code in _VOID and readings:
             _frames.warn(f"`inspect`: {lint.message}", lint.fix)
-    unknown = _recomputed.unknown_costs(gradient)
+    unknown = tuple(u for gradient in gradients for u in _recomputed.unknown_costs(gradient))
     notes = [n for m in memory.values() for n in m.all_notes]
+    if step is not None:
+        notes.append("a training step, with " + "; ".join(str(StepLoss.of(x)) for x in step.losses))
     if unknown:
         names = ", ".join(dict.fromkeys(u.primitive for u in unknown))
         notes.append(f"cost unknown of {names}: the FLOPs and times here leave it out")
@@ -149,10 +169,11 @@ def inspect(
             )
     report = Report(
         policy=label or policy_text(policy),
-        saved=tuple(r for _, r in kept if not r.is_input),
-        inputs=tuple(r for _, r in kept if r.is_input),
-        recomputed=recomputed,
-        forward_flops=forward_flops,
+        saved=tuple(r for saved in kept for _, r in saved if not r.is_input),
+        inputs=tuple(r for saved in kept for _, r in saved if r.is_input),
+        recomputed=tuple(r for again in recomputed for r in again),
+        forward_flops=sum(forward_flops),
+        losses=() if step is None else tuple(StepLoss.of(loss) for loss in step.losses),
         memory=memory,
         hlo=hlo,
         readings=readings,
@@ -224,6 +245,36 @@ class ShownReport(Shown):
 
 
 @dataclasses.dataclass(frozen=True)
+class StepLoss:
+    """A loss that a training step differentiates.
+
+    Attributes:
+        name: the function that takes the gradient, and the loss: ``"train_step/loss_fn"``.
+        source: its file and line.
+        times: how often one step runs it; a loop of unknown length counts once.
+        loop: the loops around it in words, or "".
+    """
+
+    name: str
+    source: str
+    times: float = 1.0
+    loop: str = ""
+
+    @staticmethod
+    def of(loss: Loss) -> StepLoss:
+        """Return the description of a loss."""
+        return StepLoss(loss.name, loss.source, loss.times, loss.loop)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, ready for `json.dumps`."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        often = f", {self.times:g} times" if self.times != 1 else ""
+        return f"{self.name} ({self.source}{often}{f', in {self.loop}' if self.loop else ''})"
+
+
+@dataclasses.dataclass(frozen=True)
 class Report(ShownReport):
     """What one policy does to the memory and the time of one loss.
 
@@ -248,6 +299,8 @@ class Report(ShownReport):
         unknown_costs: operations of the loss whose cost is unknown; no FLOPs include them.
         plan_command: the command that the headline names for a plan, without its target; by default
             the Python call.
+        losses: of a training step, the losses that it differentiates. What is saved and recomputed
+            is then listed for one run of each loss, and memory and readings are of the whole step.
     """
 
     policy: str
@@ -265,6 +318,7 @@ class Report(ShownReport):
     change: Change | None = None
     unknown_costs: tuple[UnknownCost, ...] = ()
     plan_command: str = dataclasses.field(default="", repr=False, compare=False)
+    losses: tuple[StepLoss, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -408,6 +462,11 @@ class Report(ShownReport):
                 measured       float   of runs on "local", else null
                 flops, bytes   float   of the compiled program, loops counted in full
                 by_phase       object  phase to roofline seconds
+            losses             list    of a training step, one object for each loss that it
+                                       differentiates; empty for a bare loss:
+                name, source   str     the function that takes the gradient and the loss; its line
+                times          float   how often one step runs it
+                loop           str     the loops around it in words, or ""
             notes              list of str
             against            object  the differences from an earlier report: `Change.to_json`;
                                        null if none was given
@@ -447,6 +506,7 @@ class Report(ShownReport):
                 name: r.step_seconds(self.memory[name].step_seconds)
                 for name, r in self.readings.items()
             },
+            "losses": [loss.to_json() for loss in self.losses],
             "notes": list(self.notes),
             "lints": [lint.to_json() for lint in self.lints],
             "against": None if self.change is None else self.change.to_json(),

@@ -32,12 +32,14 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 
 from remat_kit import _frames, _jax
+from remat_kit._errors import UserError
 from remat_kit._frameworks import arguments as _arguments
 from remat_kit._frameworks import flax as _flax
 from remat_kit._program import paths as _paths
 from remat_kit._program import taken as _taken
 from remat_kit._program import traced as _traced
-from remat_kit._program.gradient import Argnums
+from remat_kit._program.flow import Numbering
+from remat_kit._program.gradient import Argnums, Gradient, trace_gradient
 from remat_kit._program.paths import Path
 from remat_kit._program.program import Program, bodies, without_region_boundaries
 from remat_kit._program.traced import CompilableProgram
@@ -57,6 +59,7 @@ class Loss:
         constants: the number of values that it is closed over.
         active: for each input, whether it has a derivative.
         wanted: for each result, whether the step differentiates it; the rest is auxiliary.
+        names: the names of the inputs.
         base: the module path of the place where the gradient is taken.
         times: how often one step runs it; an iteration of unknown number counts once.
         loop: the loops around it in words, or "".
@@ -68,6 +71,7 @@ class Loss:
     constants: int
     active: tuple[bool, ...]
     wanted: tuple[bool, ...]
+    names: tuple[str, ...]
     base: Path
     times: float = 1.0
     loop: str = ""
@@ -94,7 +98,12 @@ class Loss:
     @property
     def argnums(self) -> tuple[int, ...]:
         """The positions of the inputs that have a derivative."""
-        return tuple(i for i, active in enumerate(self.active) if active)
+        avals = self.jaxpr.in_avals
+        return tuple(
+            i
+            for i, active in enumerate(self.active)
+            if active and jnp.issubdtype(avals[i].dtype, jnp.floating)
+        )
 
     def flat(self) -> Program:
         """Return the flattened program, with placeholders for the values of its constants."""
@@ -209,6 +218,7 @@ class _Observer:
         call = _arguments.Call(loss.function, tuple(loss.inputs), {})
         with _flax.nnx_scopes(), _taken.differentiated_later():
             traced = call.trace()
+        traced = _jax.reordered(traced, _jax.order_of_making(traced.consts))
         closed, constants = traced.closed, len(traced.consts)
         active = [i >= constants and _is_inexact(a) for i, a in enumerate(closed.in_avals)]
         wanted = [
@@ -223,12 +233,25 @@ class _Observer:
                 constants=constants,
                 active=tuple(active),
                 wanted=tuple(wanted),
+                names=(*["constant"] * constants, *_names(found, args)),
                 base=base,
             )
         )
         with jax.named_scope(mark):
             outs = jec.jaxpr_as_fun(closed)(*traced.consts, *call.arrays)
         return loss.result(call.result(traced, outs))
+
+
+def _names(found: _jax.Differentiated, args: tuple[Any, ...]) -> list[str]:
+    """Return the names of the arrays among the arguments of a loss."""
+    code = getattr(_jax.function_inside(found.fun), "__code__", None)
+    plain = code.co_varnames[: code.co_argcount] if code is not None else ()
+    names = []
+    for path, _ in jax.tree_util.tree_flatten_with_path(args)[0]:
+        index = path[0].idx
+        head = plain[index] if len(args) <= len(plain) else f"args[{index}]"
+        names.append(head + jax.tree_util.keystr(path[1:]))
+    return names
 
 
 def _is_inexact(aval: Any) -> bool:
@@ -350,17 +373,86 @@ def step_of(
     """
     if argnums is None:
         return observe(fn, args, donate_argnums, call=call)
-    if argnums != 0:  # the user names the parameters of a loss
+    decorated = getattr(fn, _traced.STEP, None)
+    # Of the positions of a loss's parameters, only the default may also be meant for a step.
+    if argnums != 0 or (decorated is not None and decorated.known is False):
         return None
+    bare = fn
+    while (inner := getattr(bare, _traced.STEP, None)) is not None:
+        bare = inner.fn
     try:
-        step = observe(fn, args, donate_argnums, call=call)
+        step = observe(bare, args, donate_argnums, call=call)
     except Exception:
         # What is wrong with the function is reported where it is used as a loss.
         return None
-    return step if step.losses and _is_step(fn, args, step) else None
+    certain = decorated is not None and decorated.known is True
+    if not step.losses or not (certain or _is_step(args, step)):
+        return None
+    return step if bare is fn else observe(fn, args, donate_argnums, call=call)
 
 
-def _is_step(fn: Callable[..., Any], args: Sequence[Any], step: Step) -> bool:
+@dataclasses.dataclass(frozen=True, eq=False)
+class LossGradient:
+    """The gradient of a loss, and the loss as a function of its own.
+
+    Attributes:
+        gradient: the traced gradient.
+        fn, args, argnums: the loss, its arguments, and the positions of those to differentiate.
+        loss: the loss, if a step differentiates it, or else None.
+    """
+
+    gradient: Gradient
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    argnums: int | Sequence[int]
+    loss: Loss | None = None
+
+
+def gradients_of(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    argnums: Argnums = 0,
+    donate_argnums: int | Sequence[int] = (),
+    *,
+    call: str,
+    numberings: dict[int, Numbering] | None = None,
+) -> tuple[Step | None, list[LossGradient]]:
+    """Return the gradient of a loss, or the gradients of all losses of a step.
+
+    Args:
+        fn, args, argnums, donate_argnums, call: as for `step_of`.
+        numberings: to compare two functions, a dictionary that is given for both. It gets the
+            numbering of the values of each loss.
+
+    Raises:
+        UserError: the function is a step, and it takes no gradient.
+        NotDifferentiableError, UserError: as `trace_gradient` does.
+    """
+    numberings = {} if numberings is None else numberings
+    step = step_of(fn, args, argnums, donate_argnums, call=call)
+    if step is None:
+        assert argnums is not None
+        numbering = numberings.setdefault(0, Numbering())
+        gradient = trace_gradient(fn, args, argnums, call=call, numbering=numbering)
+        return None, [LossGradient(gradient, fn, tuple(args), argnums)]
+    if not step.losses:
+        raise UserError(
+            f"`{call}`: the function takes no gradient, so it has no backward pass",
+            hint="give a loss, or a step that calls `jax.grad`, `jax.value_and_grad`, `jax.vjp` or "
+            "`nnx.grad`",
+        )
+    found = []
+    for i, loss in enumerate(step.losses):
+        numbering = numberings.setdefault(i, Numbering())
+        gradient = trace_gradient(
+            loss.function, loss.inputs, loss.argnums, call=call, numbering=numbering
+        )
+        gradient = dataclasses.replace(gradient, names=loss.names)
+        found.append(LossGradient(gradient, loss.function, loss.inputs, loss.argnums, loss))
+    return step, found
+
+
+def _is_step(args: Sequence[Any], step: Step) -> bool:
     if any(info.donated for info in jax.tree.leaves(step.program.traced.args_info)):
         return True
     if _flax.holds_state(args) or holds_optimizer(args):

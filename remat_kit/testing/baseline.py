@@ -25,7 +25,8 @@ from remat_kit._errors import CheckError, UserError
 from remat_kit._inspect import report as _report
 from remat_kit._inspect import tables as _tables
 from remat_kit._inspect.residuals import Residual, residuals_of
-from remat_kit._program.gradient import Argnums, trace_gradient
+from remat_kit._program.gradient import Argnums
+from remat_kit._program.losses import gradients_of, step_of
 from remat_kit._show.table import aligned
 from remat_kit._units import format_bytes, format_percent
 
@@ -102,11 +103,16 @@ def _is_size(value: Any) -> bool:
 def saved_values(
     loss: Callable[..., Any], args: Sequence[Any], argnums: Argnums, *, call: str
 ) -> list[Residual] | None:
-    """Return the intermediate values saved for the backward pass, or None for a whole step."""
+    """Return the intermediate values saved for the backward pass, of all losses of a step.
+
+    None if ``argnums`` is None and the function takes no gradient.
+    """
     if argnums is None:
-        return None
-    found = residuals_of(trace_gradient(loss, args, argnums, call=call))
-    return [r for r in found if not r.is_input]
+        step = step_of(loss, args, None, call=call)
+        if step is None or not step.losses:
+            return None
+    _, parts = gradients_of(loss, args, argnums, call=call)
+    return [r for part in parts for r in residuals_of(part.gradient) if not r.is_input]
 
 
 def saved_by_module(values: Sequence[Residual]) -> dict[str, int]:
