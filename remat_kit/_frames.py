@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import sysconfig
 import warnings
 from typing import Any
 
@@ -28,6 +29,16 @@ def _is_flax_or_own(name: str) -> bool:
 def is_library_file(name: str) -> bool:
     """Tell whether a source file is one of JAX, Flax, remat_kit or the standard library."""
     return _jax.is_jax_file(name) or _is_flax_or_own(name)
+
+
+def is_installed_file(name: str) -> bool:
+    """Tell whether a source file is one of an installed package or of the standard library."""
+    return is_library_file(name) or name.startswith(_installed())
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    return tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 
 
 def source_of(eqn: Any) -> tuple[str, int]:

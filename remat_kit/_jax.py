@@ -1175,25 +1175,40 @@ def reordered(traced: Traced, order: Sequence[int]) -> Traced:
     return Traced(jaxpr.replace(invars=invars), consts, traced.out_tree)
 
 
-def function_inside(fun: Any) -> Any:
-    """Return the user's function inside the wrappers that JAX and Flax put around a loss.
+def function_inside(fun: Any, is_library: Callable[[str], bool]) -> Any:
+    """Return the user's function inside the wrappers that libraries put around a loss.
 
     `value_and_grad` differentiates a function that is closed over the other arguments (0.10.2 and
-    0.12). NNX wraps it in an object with the attribute ``f``.
+    0.12), and NNX, Haiku and Equinox add functions and objects of their own. A wrapper names its
+    function as `functools.wraps` or `functools.partial` do, in an attribute, or in its closure.
+
+    Args:
+        fun: the function that is differentiated.
+        is_library: tells whether a file belongs to a library.
     """
-    while True:
+    for _ in range(_MOST_WRAPPERS):
         code = getattr(fun, "__code__", None)
-        if code is not None and code.co_filename.endswith(_PARTIAL_FILE):
-            inner = dict(zip(code.co_freevars, fun.__closure__ or (), strict=True)).get("f")
-            inner = inner and inner.cell_contents
-        else:
-            inner = getattr(fun, "__wrapped__", None) or getattr(fun, "func", None)
-        if inner is None or inner is fun:
-            return fun
+        if code is not None and not is_library(code.co_filename):
+            break
+        inner = next((f for f in _inside(fun) if callable(f) and f is not fun), None)
+        if inner is None:
+            break
         fun = inner
+    return fun
 
 
-_PARTIAL_FILE = os.path.join("jax", "_src", "api_util.py")
+_MOST_WRAPPERS = 20
+
+
+def _inside(fun: Any) -> Iterator[Any]:
+    for name in ("__wrapped__", "func", "f", "fun", "_fun"):
+        yield getattr(fun, name, None)
+    cells = []
+    for cell in getattr(fun, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            cells.append(cell.cell_contents)
+    yield from (c for c in cells if hasattr(c, "__code__") or hasattr(c, "__wrapped__"))
+    yield from (getattr(c, name, None) for c in cells for name in ("_fun", "fun", "f"))
 
 
 # -- tracebacks -----------------------------------------------------------------------------

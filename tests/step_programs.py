@@ -25,6 +25,49 @@ def taken(weights, x):
     return updated(weights, gradient), value
 
 
+def loss_first(weights, x):
+    new, value = taken(weights, x)
+    return value, new
+
+
+def by_vjp(weights, x):
+    value, back = jax.vjp(loss, weights, x)
+    return updated(weights, back(jnp.ones_like(value))[0])
+
+
+def by_linearize(weights, x):
+    value, tangent = jax.linearize(lambda w: loss(w, x), weights)
+    (gradient,) = jax.linear_transpose(tangent, weights)(jnp.ones_like(value))
+    return updated(weights, gradient)
+
+
+def accumulated(weights, x):
+    def add(total, part):
+        return jax.tree.map(jnp.add, total, jax.grad(loss)(weights, part[None])), None
+
+    total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, weights), x)
+    return updated(weights, total)
+
+
+def several_steps(weights, x):
+    return jax.lax.scan(lambda w, part: taken(w, part[None]), weights, x)
+
+
+STEPS = {
+    "value_and_grad": taken,
+    "the loss first": loss_first,
+    "vjp": by_vjp,
+    "linearize": by_linearize,
+    "accumulation": accumulated,
+    "several": several_steps,
+    "jit inside": jax.jit(taken),
+    "donated": jax.jit(taken, donate_argnums=0),
+    "a jitted loss": lambda w, x: updated(w, jax.grad(jax.jit(loss))(w, x)),
+    "gradients beside the loss": jax.value_and_grad(loss),
+    "gradients": jax.grad(loss),
+}
+
+
 def forces(weights, x):
     return -jax.grad(loss, 1)(weights, x)
 

@@ -33,7 +33,10 @@ from remat_kit._program import taken as _taken
 class Applied(Protocol):
     """A policy with its options, which runs functions of arrays in regions."""
 
-    call: str
+    @property
+    def call(self) -> str:
+        """The call of `policy` as the user wrote it."""
+        ...
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of arrays in the regions of the policy."""

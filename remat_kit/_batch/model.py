@@ -79,12 +79,6 @@ class Model:
                 hint=f"leave {self.batch_name} out of the sizes",
             )
         given = [policy for policy in policies if not is_plan(policy)]
-        if len(given) < len(policies) and self.argnums is None:
-            raise UserError(
-                f"`{call}`: a plan is made for a loss, and argnums=None says that the builder "
-                "gives a whole step",
-                hint="plan the loss with `remat_kit.plan`, and build the step of the planned loss",
-            )
         some = any(as_policy(policy, call=call) is not None for policy in given)
         if self.at is not None and not some:
             plans = ", for a plan says itself where its regions are" if policies else ""
@@ -109,7 +103,7 @@ class Model:
                     fn,
                     *args,
                     target=chip or "cpu",
-                    argnums=self._argnums,
+                    argnums=self.argnums,
                     objective="balanced",
                     optimizer=self.optimizer,
                     offload=PLANS[policy],
@@ -155,7 +149,7 @@ class Model:
                     *args,
                     budget="fit",
                     target=chip,
-                    argnums=self._argnums,
+                    argnums=self.argnums,
                     optimizer=self.optimizer,
                     offload=PLANS[policy],
                 )
@@ -164,11 +158,6 @@ class Model:
         except UserError:  # nothing fits
             return self.loss(policy, batch, chip), 0
         return (_decorate.policy(plan)(fn), args), plan.tried
-
-    @property
-    def _argnums(self) -> int | Sequence[int]:
-        assert self.argnums is not None
-        return self.argnums
 
     def first_batch(self) -> int:
         """Return the default batch size of the builder, or 8 if it has none."""

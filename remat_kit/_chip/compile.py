@@ -123,8 +123,9 @@ def measure(
             and replaces shapes by arrays of zeros.
         target: a chip or its name (see `target`); for a list of them, a tuple is returned.
         argnums: which arguments of a loss to differentiate. If it is None, ``fn`` is compiled as
-            it is, whether it takes a gradient or not. A jitted step is compiled with its own donation and static
-            arguments. What a step of Flax NNX changes in its arguments is part of the program.
+            it is, whether it takes a gradient or not. A jitted step is compiled with its own
+            donation and static arguments. What a step of Flax NNX changes in its arguments is part
+            of the program.
         donate_argnums: the arguments whose memory the results may take over, as in `jax.jit`; not
             for a jitted step that donates other arguments.
         optimizer: an ``optax.GradientTransformation``. If it is given, the whole training step is

@@ -152,6 +152,27 @@ def jitted_step(fn: Callable[..., Any], donate_argnums: Sequence[int]) -> Any:
     return nnx.jit(fn, donate_argnums=tuple(donate_argnums))
 
 
+def functional(
+    fn: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return a step as a function of arrays, and its arguments.
+
+    If NNX objects are among the arguments, the new function takes their state, and it returns the
+    changed state beside the result.
+    """
+    if not holds_state(args):
+        return fn, args
+    from flax import nnx
+
+    structure, state = nnx.split(args)
+
+    def pure(state: Any) -> tuple[Any, Any]:
+        objects = nnx.merge(structure, state)
+        return fn(*objects), nnx.split(objects)[1]
+
+    return pure, (state,)
+
+
 # -- Linen ------------------------------------------------------------------------------------
 
 

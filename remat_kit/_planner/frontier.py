@@ -50,7 +50,7 @@ from remat_kit import _files, _frames
 from remat_kit._backend.interface import Backend
 from remat_kit._chip.target import Target
 from remat_kit._chip.target import target as find_target
-from remat_kit._errors import UserError, unknown
+from remat_kit._errors import UnknownNameError, UserError, unknown
 from remat_kit._planner import bounds as _bounds
 from remat_kit._planner import build as _build
 from remat_kit._planner import mincut as _mincut
@@ -301,7 +301,7 @@ def search_frontier(
     check_options(objective, offload, chip, call)
     tick("tracing")
     graph = _build.trace(fn, args, chip, argnums, call=call)
-    given, made = _sizes(graph, args, argnums, call)
+    given, made = sizes_of(graph, args, argnums, call)
     if optimizer is not None:
         state = _step.state_of(optimizer, args, argnums, call)
         given += sum(_ops.nbytes(x) for x in jax.tree.leaves(state))
@@ -433,7 +433,7 @@ def _point(
     )
 
 
-def _sizes(graph: CostGraph, args: Sequence[Any], argnums: Argnums, call: str) -> tuple[int, int]:
+def sizes_of(graph: CostGraph, args: Sequence[Any], argnums: Argnums, call: str) -> tuple[int, int]:
     """Return the bytes of the arguments, and the bytes of the results with the gradients."""
     structs = abstract(args, call=call)
     chosen = [argnums] if isinstance(argnums, int) else list(argnums or ())
@@ -452,7 +452,10 @@ def estimate(
     target: str | Target = "cpu",
     argnums: Argnums = 0,
 ) -> Point:
-    """Return the predicted memory and extra work of hand-chosen checkpoints, without compiling.
+    """Return the predicted memory and extra work of hand-chosen checkpoints.
+
+    For a loss, nothing is compiled. A training step is compiled once, without the checkpoints, and
+    they are placed in the first of its losses that contains them.
 
     Each checkpoint ends a region. The backward pass recomputes a region from the arrays that enter
     it, such as the checkpoint before it. The equations after the last checkpoint are in no region.
@@ -485,8 +488,12 @@ def estimate(
             hint="give at least one name, as in checkpoints=['layer_1'], or one pattern of module "
             "paths",
         )
+    # That module combines the frontiers that this one computes.
+    from remat_kit._planner.steps import graphs_for
+
     chip = find_target(target)
-    graph = _build.trace(fn, args, chip, argnums, call="estimate")
+    graphs, around = graphs_for(fn, args, chip, argnums, "estimate")
+    graph = next((g for g in graphs if all(_knows(g, text) for text in checkpoints)), graphs[0])
     cuts = {stop for text in checkpoints for stop in _ends(graph, text)}
     n = len(graph.equations)
     marks = sorted({0, *cuts})
@@ -494,9 +501,14 @@ def estimate(
     if marks[-1] < n:
         schedule += (Segment(marks[-1], n, plain=True),)
     cost = _simulate.simulate(graph, schedule)
-    given, made = _sizes(graph, args, argnums, "estimate")
-    around = Surroundings(given, made)
     return _point(graph, schedule, cost, _bounds.bounds(graph), _mincut.TIME, around)
+
+
+def _knows(graph: CostGraph, text: str) -> bool:
+    try:
+        return bool(_ends(graph, text))
+    except UnknownNameError:
+        return False
 
 
 def _ends(graph: CostGraph, text: str) -> list[int]:

@@ -136,7 +136,10 @@ def check_reachable(
     """
     if not isinstance(budget, int):
         return
-    structs = abstract(args, call=call)
+    try:
+        structs = abstract(args, call=call)
+    except UserError:  # a step may have static arguments and NNX objects
+        return
     chosen = [argnums] if isinstance(argnums, int) else list(argnums or ())
     kept: list[Any] = [structs[i] for i in chosen if -len(structs) <= i < len(structs)]
     what = "arguments"

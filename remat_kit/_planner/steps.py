@@ -37,7 +37,9 @@ from remat_kit._planner.frontier import (
     check_options,
     frontier_of,
     search_frontier,
+    sizes_of,
 )
+from remat_kit._planner.graph import CostGraph
 from remat_kit._planner.point import Point
 from remat_kit._program.gradient import Argnums
 from remat_kit._program.losses import Step, step_of
@@ -65,6 +67,28 @@ def frontier_for(
     return frontier_of_step(step, fn, args, chip, objective, offload, tick, call), None
 
 
+def graphs_for(
+    fn: Callable[..., Any], args: Sequence[Any], chip: Target, argnums: Argnums, call: str
+) -> tuple[list[CostGraph], Surroundings]:
+    """Return the cost graph of a loss, or those of the losses of a step, and what is around it."""
+    step = step_of(fn, args, argnums, call=call)
+    if step is None:
+        graph = _build.trace(fn, args, chip, argnums, call=call)
+        return [graph], Surroundings(*sizes_of(graph, args, argnums, call))
+    _check_losses(step, call)
+    given, least = rest_of_step(compile_program(fn, args, chip, argnums=None, call=call))
+    return [_build.of_loss(loss, chip) for loss in step.losses], Surroundings(given, 0, least)
+
+
+def _check_losses(step: Step, call: str) -> None:
+    if not step.losses:
+        raise UserError(
+            f"`{call}`: the function takes no gradient, so there is nothing to plan",
+            hint="give a loss, or a step that calls `jax.grad`, `jax.value_and_grad`, `jax.vjp` or "
+            "`nnx.grad`",
+        )
+
+
 def frontier_of_step(
     step: Step,
     fn: Callable[..., Any],
@@ -87,12 +111,7 @@ def frontier_of_step(
     """
     begun = time.perf_counter()
     check_options(objective, offload, chip, call)
-    if not step.losses:
-        raise UserError(
-            f"`{call}`: the function takes no gradient, so there is nothing to plan",
-            hint="give a loss, or a step that calls `jax.grad`, `jax.value_and_grad`, `jax.vjp` or "
-            "`nnx.grad`",
-        )
+    _check_losses(step, call)
     graphs = [_build.of_loss(loss, chip) for loss in step.losses]
     tick(f"compiling for {chip.name}: the step without a plan")
     compiled = compile_program(fn, args, chip, argnums=None, call=call)

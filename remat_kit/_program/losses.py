@@ -127,24 +127,31 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 def name_of(found: _jax.Differentiated) -> str:
     """Return the name of a loss: the function that takes its gradient, and its own name."""
-    inner = _jax.function_inside(found.fun)
+    inner = _inner(found)
     own = getattr(inner, "__qualname__", type(inner).__name__)
-    asking = next((c for c, _ in found.frames if not _frames.is_library_file(c.co_filename)), None)
     parts = [own.rpartition("<locals>.")[2]]
-    if asking is not None and asking.co_name != "<module>":
-        parts.insert(0, asking.co_qualname.rpartition("<locals>.")[2])
+    asking = next(_asking(found), None)
+    if asking is not None and asking[0].co_name != "<module>":
+        parts.insert(0, asking[0].co_qualname.rpartition("<locals>.")[2])
     return "/".join(parts)
 
 
 def source_of(found: _jax.Differentiated) -> str:
     """Return the file and line of a loss, or of the line that takes its gradient."""
-    code = getattr(_jax.function_inside(found.fun), "__code__", None)
-    if code is not None and not _frames.is_library_file(code.co_filename):
+    code = getattr(_inner(found), "__code__", None)
+    if code is not None and not _frames.is_installed_file(code.co_filename):
         return f"{_paths.short_path(code.co_filename)}:{code.co_firstlineno}"
-    for code, line in found.frames:
-        if not _frames.is_library_file(code.co_filename):
-            return f"{_paths.short_path(code.co_filename)}:{line}"
-    return ""
+    return next((f"{_paths.short_path(c.co_filename)}:{line}" for c, line in _asking(found)), "")
+
+
+def _inner(found: _jax.Differentiated) -> Any:
+    return _jax.function_inside(found.fun, _frames.is_installed_file)
+
+
+def _asking(found: _jax.Differentiated) -> Iterator[tuple[Any, int]]:
+    """Yield the code and line of the user's frames, or of a library's where there are none."""
+    for is_library in (_frames.is_installed_file, _frames.is_library_file):
+        yield from ((c, line) for c, line in found.frames if not is_library(c.co_filename))
 
 
 class LossOfArrays:
@@ -244,12 +251,12 @@ class _Observer:
 
 def _names(found: _jax.Differentiated, args: tuple[Any, ...]) -> list[str]:
     """Return the names of the arrays among the arguments of a loss."""
-    code = getattr(_jax.function_inside(found.fun), "__code__", None)
-    plain = code.co_varnames[: code.co_argcount] if code is not None else ()
+    code: Any = getattr(_inner(found), "__code__", None)
+    plain: Sequence[str] = () if code is None else code.co_varnames[: code.co_argcount]
     names = []
     for path, _ in jax.tree_util.tree_flatten_with_path(args)[0]:
         index = path[0].idx
-        head = plain[index] if len(args) <= len(plain) else f"args[{index}]"
+        head = str(plain[index]) if len(args) <= len(plain) else f"args[{index}]"
         names.append(head + jax.tree_util.keystr(path[1:]))
     return names
 

@@ -16,6 +16,7 @@ import jax
 
 from remat_kit import _jax
 from remat_kit._errors import UserError
+from remat_kit._frameworks import arguments as _arguments
 from remat_kit._frameworks import flax as _flax
 from remat_kit._program import gradient as _gradient
 from remat_kit._program import step as _step
@@ -174,6 +175,34 @@ def _bound(
             return fn, args, kwargs
 
 
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) or _arguments.is_traceable(leaf)
+
+
+def _of_arrays(
+    fn: Callable[..., Any], args: tuple[Any, ...], donated: tuple[int, ...]
+) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
+    """Return a step as a function of the arrays among its arguments, and what it donates."""
+    leaves, tree = jax.tree.flatten(args)
+    owners = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+    places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    @functools.wraps(fn, updated=())
+    def step(*arrays: Any) -> Any:
+        full = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            full[place] = array
+        return _arrays_of(fn(*tree.unflatten(full)))
+
+    own = {i % len(args) for i in donated}
+    given = tuple(n for n, place in enumerate(places) if owners[place] in own)
+    return step, tuple(leaves[place] for place in places), given
+
+
+def _arrays_of(result: Any) -> Any:
+    return [x for x in jax.tree.leaves(result) if _is_array(x)]
+
+
 def _without_place(leaf: Any) -> Any:
     """Return the shape of an array, without its device; anything else may be a static argument."""
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
@@ -193,6 +222,10 @@ def _plain_step(
         # `jax.jit` would drop the changes of NNX objects, and with them the update of the step.
         _gradient.check_on_one_device(_flax.arrays_of(args), call)
         return _of_shapes(_flax.trace_jitted(_flax.jitted_step(fn, donated), args, {}))
+    leaves, tree = jax.tree.flatten(args)
+    if not all(map(_is_array, leaves)):
+        # Equinox modules have fields that are not arrays, such as activation functions.
+        fn, args, donated = _of_arrays(fn, args, donated)
     program = _jitted_here(fn, args, donated, call)
     if donated or not (inner := _jax.donated_by_only_call(program.traced)):
         return program

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat_kit._errors import CheckError, UserError
+from remat_kit._frameworks import flax as _flax
 from remat_kit._program import program as _program
 from remat_kit._program import value as _value
 from remat_kit._program.gradient import abstract, gradient_program, materialise
+from remat_kit._program.losses import step_of
 
 # -- equivalence --------------------------------------------------------------------------------
 
@@ -32,6 +34,8 @@ def assert_equivalent(
     seed: int = 0,
 ) -> None:
     """Fail unless two losses of the same arguments give the same loss, aux and gradients.
+
+    Two versions of a training step must give the same results, and with NNX the same state.
 
     >>> import jax, jax.numpy as jnp, remat_kit
     >>> def loss(w, x):
@@ -52,7 +56,8 @@ def assert_equivalent(
     and hold nothing but rounding errors.
 
     Args:
-        f: called as ``f(*args)``; returns a real scalar, or a pair of a scalar and anything.
+        f: called as ``f(*args)``; returns a real scalar, or a pair of a scalar and anything. Or a
+            training step, which takes a gradient itself.
         g: the same; its results are compared with those of ``f``.
         args: arrays, or `jax.ShapeDtypeStruct` for seeded random values: floating-point values
             that shrink with the fan-in, zeros and ones for integers, and keys.
@@ -77,8 +82,8 @@ def assert_equivalent(
         raise UserError(
             f"`{call}(..., ulps={ulps!r})`: a tolerance is 0 or more", hint="leave it at 4"
         )
+    programs, args = _programs((f, g), args, argnums, call)
     structs = abstract(args, call=call)
-    programs = [gradient_program(fn, structs, argnums, call=call) for fn in (f, g)]
     values = seeded(args, seed)
     pair = _Pair.of(programs, values, jit=jit)
     if values is not args and not pair.says_something():
@@ -91,6 +96,25 @@ def assert_equivalent(
     if found := pair.differences(0.0 if exact else rounding, ulps):
         hint = _why(programs, values, pair, rounding, exact, jit)
         raise CheckError(_described(found, pair), hint=hint)
+
+
+def _programs(
+    functions: Sequence[Callable[..., Any]],
+    args: tuple[Any, ...],
+    argnums: int | Sequence[int],
+    call: str,
+) -> tuple[list[Callable[..., Any]], tuple[Any, ...]]:
+    """Return functions of arrays that return named results, and their arguments."""
+    if step_of(functions[0], args, argnums, call=call) is not None:
+        pure = [_flax.functional(fn, args) for fn in functions]
+        return [_named_results(fn) for fn, _ in pure], pure[0][1]
+    structs = abstract(args, call=call)
+    gradients = [gradient_program(fn, structs, argnums, call=call) for fn in functions]
+    return [_labelled(program, structs) for program in gradients], args
+
+
+def _named_results(step: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *values: {"result": step(*values)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +146,9 @@ class _Pair:
     def of(
         cls, programs: Sequence[Callable[..., Any]], values: tuple[Any, ...], *, jit: bool
     ) -> _Pair:
-        runs = [_labelled(p, values) for p in programs]
-        shapes = [jax.eval_shape(run, *values) for run in runs]
+        shapes = [jax.eval_shape(run, *values) for run in programs]
         _check_structure(*shapes)
-        results = [(jax.jit(run) if jit else _stepwise(run))(*values) for run in runs]
+        results = [(jax.jit(run) if jit else _stepwise(run))(*values) for run in programs]
         leaves, _ = jax.tree_util.tree_flatten_with_path(results[0])
         right = jax.tree.leaves(results[1])
         return cls(
@@ -135,8 +158,8 @@ class _Pair:
         )
 
     def says_something(self) -> bool:
-        gradients = [a for p, a in zip(self.paths, self.left) if p.startswith("gradient")]
-        return any(bool(np.any(np.isfinite(a) & (a != 0))) for a in gradients)
+        depends = [a for p, a in zip(self.paths, self.left) if p.startswith(("gradient", "result"))]
+        return any(bool(np.any(np.isfinite(a) & (a != 0))) for a in depends)
 
     def differences(self, unit: float, ulps: float) -> list[_Difference]:
         """Return the leaves whose difference does not pass, the worst first."""

@@ -5,16 +5,14 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from interpreter import one_by_one
 from jax.ad_checkpoint import checkpoint_name
-from step_programs import AT, WEIGHTS, X, forces, loss, same_gradients, taken, updated
+from step_programs import AT, WEIGHTS, X, forces, loss, same_gradients, taken
 
 import remat_kit
 from remat_kit import (
-    PolicyError,
     RematKitWarning,
     _jax,
     collective,
@@ -31,113 +29,10 @@ from remat_kit import (
 )
 
 
-def by_vjp(weights, x):
-    value, back = jax.vjp(loss, weights, x)
-    return updated(weights, back(jnp.ones_like(value))[0])
-
-
-def accumulated(weights, x):
-    def add(total, part):
-        return jax.tree.map(jnp.add, total, jax.grad(loss)(weights, part[None])), None
-
-    total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, weights), x)
-    return updated(weights, total)
-
-
-def several_steps(weights, x):
-    return jax.lax.scan(lambda w, part: taken(w, part[None]), weights, x)
-
-
-STEPS = {
-    "value_and_grad": taken,
-    "vjp": by_vjp,
-    "accumulation": accumulated,
-    "several": several_steps,
-    "jit inside": jax.jit(taken),
-    "a jitted loss": lambda w, x: updated(w, jax.grad(jax.jit(loss))(w, x)),
-    "gradients beside the loss": jax.value_and_grad(loss),
-    "gradients": jax.grad(loss),
-}
-
-
-@pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_a_policy_at_modules_of_a_step_is_an_error(step, outside):
-    decorated = outside(policy("nothing", at=AT)(step))
-    with pytest.raises(PolicyError, match="takes a gradient itself") as caught:
-        decorated(WEIGHTS, X)
-    assert "remat_kit.policy('nothing', at='block_*')(" in caught.value.hint
-    assert "put the policy on the loss" in caught.value.hint
-
-
-def test_the_error_names_the_loss_and_the_line():
-    line = taken.__code__.co_firstlineno + 1
-    with pytest.raises(PolicyError) as caught:
-        policy("dots", at=AT)(taken)(WEIGHTS, X)
-    assert f"step_programs.py:{line}" in caught.value.message
-    assert "`taken`" in caught.value.message
-    assert "`loss = remat_kit.policy('dots', at='block_*')(loss)`" in caught.value.hint
-
-
-def test_what_the_hint_says_works():
-    lean = policy("nothing", at=AT)(loss)
-    found, wanted = (one_by_one(jax.value_and_grad(f), WEIGHTS, X) for f in (lean, loss))
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
-
-
-@pytest.mark.parametrize("at", [AT, None])
-def test_a_policy_on_a_step_with_an_optimizer_is_an_error(at):
-    optimizer = optax.adam(1e-2)
-
-    def train(weights, state, x):
-        gradient = jax.grad(loss)(weights, x)
-        updates, state = optimizer.update(gradient, state, weights)
-        return optax.apply_updates(weights, updates), state
-
-    with pytest.raises(PolicyError, match="takes a gradient itself"):
-        policy("dots", at=at)(train)(WEIGHTS, optimizer.init(WEIGHTS), X)
-
-
-@pytest.mark.parametrize("at", ["*/up", None])
-def test_an_nnx_step_is_an_error(at):
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.up = nnx.Linear(4, 4, rngs=rngs)
-
-        def __call__(self, x):
-            return jnp.tanh(self.up(x))
-
-    def train(model, optimizer, x):
-        value, gradient = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
-        optimizer.update(model, gradient)
-        return value, gradient
-
-    model = Net(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    with pytest.raises(PolicyError, match="takes a gradient itself"):
-        policy("nothing", at=at)(train)(model, optimizer, X)
-
-
-def test_a_plan_on_a_step_is_an_error():
-    plan = remat_kit.planned("broadcast_in_dim=1", "0:1 plain")
-    with pytest.raises(PolicyError, match="takes a gradient itself"):
-        policy(plan)(taken)(WEIGHTS, X)
-
-
-def test_a_step_without_at_may_be_an_inner_step_and_is_a_warning():
-    with pytest.warns(RematKitWarning, match="takes a gradient itself"):
-        policy("dots")(taken)(WEIGHTS, X)
-
-
 def test_forces_are_evaluated_without_a_word():
     decorated = policy("nothing")(forces)
     np.testing.assert_array_equal(*(one_by_one(f, WEIGHTS, X) for f in (decorated, forces)))
     np.testing.assert_allclose(jax.jit(decorated)(WEIGHTS, X), forces(WEIGHTS, X), rtol=1e-5)
-
-
-def test_forces_at_modules_may_be_a_mistake():
-    with pytest.warns(RematKitWarning, match="takes a gradient itself"):
-        policy("nothing", at=AT)(forces)(WEIGHTS, X)
 
 
 @pytest.mark.parametrize("at", [AT, None])
