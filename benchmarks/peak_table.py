@@ -83,7 +83,7 @@ def _traced(fn: Any, args: Any) -> tuple[Any, Any, TracedReading]:
 def _row(target: str, fn: Any, args: Any, traced: TracedReading) -> Row:
     compiled = compile_program(fn, args, target)
     begun = time.perf_counter()
-    reading = read(compiled, traced)
+    reading = read(compiled, [traced])
     seconds = time.perf_counter() - begun
     memory = compiled.memory
     plain = witness = None

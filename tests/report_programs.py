@@ -43,6 +43,7 @@ KEYS = {
     "counterfactuals": dict,
     "hlo_recomputed": dict,
     "step_seconds": dict,
+    "losses": list,
     "notes": list,
     "lints": list,
     "against": type(None),

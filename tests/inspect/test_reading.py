@@ -53,7 +53,7 @@ def test_the_largest_programs_are_read_back_in_seconds(model, size, tmp_path):
     traced = TracedReading.of(gradient, residuals_of(gradient), fn, args, 0)
     compiled = compile_program(fn, args, "cpu")
     begin = time.process_time()  # whatever else the machine does
-    reading = read(compiled, traced)
+    reading = read(compiled, [traced])
     seconds = time.process_time() - begin
     print(f"{model}: {len(reading.schedule.steps)} steps read back in {seconds:.2f} s")
     assert seconds < 10

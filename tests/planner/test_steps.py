@@ -1,0 +1,110 @@
+"""Plans of whole training steps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from step_programs import updated
+
+import remat_kit
+from remat_kit import _jax, policy, testing
+from remat_kit._chip.compile import compile_program
+from remat_kit._planner import steps
+
+
+def deep(weights, x):
+    for i, w in enumerate(weights):
+        with jax.named_scope(f"block_{i}"):
+            x = x + jnp.tanh(jnp.tanh(x @ w) @ w)
+    return jnp.mean(x**2)
+
+
+def test_a_plan_of_a_step_fits_and_gives_the_same_losses():
+    optimizer = optax.adamw(1e-3)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(weights, state, batch):
+        value, gradient = jax.value_and_grad(deep)(weights, batch)
+        updates, state = optimizer.update(gradient, state, weights)
+        return optax.apply_updates(weights, updates), state, value
+
+    weights = [jnp.full((64, 64), 0.01 * i) for i in range(12)]
+    batch = jnp.linspace(-1, 1, 2048 * 64).reshape(2048, 64)
+    args = weights, optimizer.init(weights), batch
+    plan = remat_kit.plan(step, *args, budget=0.5)
+    assert plan.compiled_peak_bytes <= plan.budget_bytes < plan.baseline.peak_bytes
+    assert plan.compiled.alias_bytes == plan.baseline.alias_bytes
+    lean = policy(plan)(step)
+    assert remat_kit.measure(lean, *args).peak_bytes == plan.compiled_peak_bytes
+    testing.assert_equivalent(step, lean, *args)
+
+    def run(step):
+        weights, state, _ = jax.tree.map(jnp.array, args)
+        values = []
+        for _ in range(3):
+            weights, state, value = step(weights, state, batch)
+            values.append(float(value))
+        return values
+
+    sizes = [step._cache_size()]
+    values = []
+    for run_step in (lean, step):
+        values.append(run(run_step))
+        sizes.append(step._cache_size())
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
+    assert sizes[1] - sizes[0] == sizes[2] - sizes[1]  # as many compilations as without a plan
+
+
+def test_a_plan_of_a_step_with_two_losses():
+    def other(w, x):
+        return deep(w, jnp.exp(x)) + jnp.sum(w[0])
+
+    @jax.jit
+    def step(a, b, x):
+        return updated(a, jax.grad(deep)(a, x)), updated(b, jax.grad(other)(b, x))
+
+    weights = [jnp.full((64, 64), 0.01 * i) for i in range(6)]
+    args = weights, weights, jnp.ones((2048, 64))
+    # JAX 0.10.2 runs the two losses side by side, so that a plan brings nothing.
+    plan = remat_kit.plan(step, *args, budget=0.6 if _jax.JAX_VERSION >= (0, 11) else "min")
+    assert plan.budget_bytes is None or plan.compiled_peak_bytes <= plan.budget_bytes
+    assert len(plan.losses()) == 2
+    testing.assert_equivalent(step, policy(plan)(step), *args)
+
+
+def test_what_a_step_holds_beside_its_loss():
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(weights, x):
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, jax.grad(deep)(weights, part)), None
+
+        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, weights), x)
+        return updated(weights, total)
+
+    weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4
+    x = jax.ShapeDtypeStruct((4, 512, 256), jnp.float32)
+    compiled = compile_program(step, (weights, x), "cpu")
+    beside, least = steps.rest_of_step(compiled)
+    size = 256 * 256 * 4
+    # The weights, the batch and the sums of the gradients are live beside the loss.
+    assert compiled.memory.argument_bytes + 3 * size <= beside
+    assert beside <= compiled.memory.argument_bytes + 10 * size
+    assert compiled.memory.argument_bytes <= least <= compiled.memory.peak_bytes
+
+
+def test_the_frontier_of_a_step_counts_what_is_beside_the_loss():
+    @jax.jit
+    def step(weights, x):
+        return updated(weights, jax.grad(deep)(weights, x))
+
+    weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 8
+    x = jax.ShapeDtypeStruct((2048, 64), jnp.float32)
+    whole, loss = remat_kit.frontier(step, weights, x), remat_kit.frontier(deep, weights, x)
+    assert [p.saved_bytes for p in whole.points] == [p.saved_bytes for p in loss.points]
+    assert whole.points[0].predicted_peak_bytes >= loss.points[0].predicted_peak_bytes * 0.9
+    one, other = (
+        remat_kit.estimate(fn, weights, x, checkpoints=["block_3"]) for fn in (step, deep)
+    )
+    assert one.extra_flops == other.extra_flops
