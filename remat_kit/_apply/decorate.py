@@ -333,7 +333,9 @@ class Application:
 
         If ``fn`` is a training step, its losses run in regions.
         """
-        steps = _steps.StepCalls(self, fn, self.step, self.losses)
+        planned = isinstance(self.policy, _structural.Planned) and self.policy.step
+        known = True if planned and self.step is None else self.step
+        steps = _steps.StepCalls(self, fn, known, self.losses)
 
         @_jax.entry
         @functools.wraps(fn)
@@ -434,16 +436,12 @@ class Application:
             name = getattr(fn, "__name__", type(fn).__name__)
             _void.check_step(is_step(call, traced), traced.closed, function=name, call=self.call)
             return call, traced, False
-        if steps.known is False or _taken.being_differentiated():
-            return *trace(contextlib.nullcontext()), False
-        call, traced = trace(steps.catching())
-        if not steps.seen:
+        call, traced = trace(contextlib.nullcontext())
+        if steps.known is False or _taken.being_differentiated() or not is_step(call, traced):
             return call, traced, False
-        steps.known = is_step(call, traced)
-        if not steps.known:
-            # The trace has regions around what a loss differentiates inside of itself.
-            call, traced = trace(contextlib.nullcontext())
-        return call, traced, steps.known
+        # The second trace has regions around the losses.
+        steps.known = True
+        return *trace(steps.catching()), True
 
     def _has_no_derivative(self, traced: _jax.Traced, arrays: Sequence[Any]) -> bool:
         """Tell whether nobody can differentiate a call, so that regions would change nothing.

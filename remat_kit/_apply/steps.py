@@ -6,9 +6,10 @@ differentiates it (`_jax.catching`). The step itself runs as it is: its `jit` ke
 its static arguments and its shardings, and a step that was traced before is traced again.
 
 It is not always known whether a function is a step. `StepCalls` finds out at the first call. If the
-function is jitted with donated arguments, or by `nnx.jit`, it is called as a step. Any other
-function is traced, as it is for a region around it, and the trace shows whether it takes a
-gradient and what it returns (`void.is_step`).
+function is jitted with donated arguments, or by `nnx.jit`, or if the policy is the plan of a step,
+it is called as a step. Any other function is traced, as it is for a region around it, and the trace
+shows whether it takes a gradient and what it returns (`void.is_step`). A step is then traced again,
+with regions around its losses, at its first call.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class StepCalls:
     def is_step(self) -> bool:
         """Tell whether the function is called as a step at once, without a trace of its own."""
         if self.known is False or _taken.being_differentiated():
-            return self.known is True
+            return False
         return self.known is True or donates(self.fn)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -114,6 +114,7 @@ class Frontier:
         graph: the cost graph of the loss; of a step with several losses, that of the loss which
             needs most.
         others: the frontiers of the other losses of a step.
+        of_step: whether it is the frontier of a step.
     """
 
     points: tuple[Point, ...]
@@ -131,6 +132,7 @@ class Frontier:
     presets: tuple[tuple[str, Point], ...]
     graph: CostGraph = dataclasses.field(repr=False)
     others: tuple[Frontier, ...] = dataclasses.field(default=(), repr=False)
+    of_step: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, ready for `json.dumps`."""
@@ -156,7 +158,7 @@ class Frontier:
         """Return the policy that runs the schedule of a point, for `remat_kit.policy`."""
         own = policy_of(self.graph, point.schedule)
         others = (policy_of(f.graph, p.schedule) for f, p in zip(self.others, point.others))
-        return _structural.joined([own, *others])
+        return _structural.joined([own, *others], step=self.of_step)
 
     def table(self, most: int = 24) -> Table:
         """Return a table of at most ``most`` points, spread evenly over all points."""

@@ -114,7 +114,7 @@ class Plan(Planned):
     @property
     def policy(self) -> Planned:
         """The policy alone."""
-        return Planned(program=self.program, lines=self.lines, strict=self.strict)
+        return Planned(program=self.program, lines=self.lines, strict=self.strict, step=self.step)
 
     @property
     def compiled_peak_bytes(self) -> int | None:
@@ -376,6 +376,7 @@ def _answered(search: Search, answer: Answer) -> Plan:
     return Plan(
         program=policy.program,
         lines=policy.lines,
+        step=policy.step,
         target=search.chip.name,
         budget_bytes=answer.limit,
         predicted_peak_bytes=answer.predicted,

@@ -131,7 +131,8 @@ def frontier_of_step(
     ]
     main = max(range(len(fronts)), key=lambda i: fronts[i].plain.cost.peak_bytes)
     others = tuple(f for i, f in enumerate(fronts) if i != main)
-    return together(fronts[main], others) if others else fronts[main]
+    whole = together(fronts[main], others) if others else fronts[main]
+    return dataclasses.replace(whole, of_step=True)
 
 
 def rest_of_step(compiled: Compiled) -> tuple[int, int]:

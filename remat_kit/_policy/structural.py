@@ -206,11 +206,13 @@ class Planned(Structural):
     program: str
     lines: tuple[str, ...]
     strict: bool = True
+    step: bool = False
     _head = "planned(program"
 
     def __repr__(self) -> str:
         lines = ", ".join(map(repr, (self.program, *self.lines)))
-        return f"planned({lines}{'' if self.strict else ', strict=False'})"
+        strict = "" if self.strict else ", strict=False"
+        return f"planned({lines}{strict}{', step=True' if self.step else ''})"
 
     def losses(self) -> list[Planned]:
         """Return one plan for each loss; only the plan of a step has several."""
@@ -233,11 +235,11 @@ _PROGRAM = "joined="
 
 
 def _bare(plan: Planned) -> Planned:
-    return Planned(program=plan.program, lines=plan.lines, strict=plan.strict)
+    return Planned(program=plan.program, lines=plan.lines, strict=plan.strict, step=plan.step)
 
 
-def joined(plans: Sequence[Planned]) -> Planned:
-    """Return one plan for a step, from those of its losses.
+def joined(plans: Sequence[Planned], *, step: bool = False) -> Planned:
+    """Return one plan, from those of the losses of a step.
 
     >>> one, two = planned("joined=1 sin=1", "0:1 plain"), planned("joined=2 cos=1", "0:1 plain")
     >>> joined([one, two])
@@ -247,10 +249,10 @@ def joined(plans: Sequence[Planned]) -> Planned:
     """
     first, *rest = plans
     lines = [line for plan in rest for line in (plan.program, *plan.lines)]
-    return dataclasses.replace(_bare(first), lines=(*first.lines, *lines))
+    return dataclasses.replace(_bare(first), lines=(*first.lines, *lines), step=step)
 
 
-def planned(program: str, *lines: str, strict: bool = True) -> Planned:
+def planned(program: str, *lines: str, strict: bool = True, step: bool = False) -> Planned:
     """Run one program with the regions of a plan; `remat_kit.plan` returns such a policy.
 
     Each region runs under `jax.checkpoint`, with a policy that saves the chosen values.
@@ -265,6 +267,7 @@ def planned(program: str, *lines: str, strict: bool = True) -> Planned:
         with equal decisions share a line. In the plan of a step with several losses, the
         description of another program begins the lines of another loss.
       strict: whether a program that differs only in its shapes is an error too.
+      step: whether the plan is of a training step, and ``program`` is one of its losses.
 
     Raises:
       PolicyError: a line is not a text. When the plan is applied to a program: the lines do not
@@ -276,4 +279,4 @@ def planned(program: str, *lines: str, strict: bool = True) -> Planned:
                 f"`planned(...)`: {shortened(text)} is not a text",
                 hint="use a plan as `plan.save` or `remat-kit plan --save` wrote it",
             )
-    return Planned(program=program, lines=lines, strict=bool(strict))
+    return Planned(program=program, lines=lines, strict=bool(strict), step=bool(step))
