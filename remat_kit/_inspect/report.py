@@ -32,6 +32,8 @@ from remat_kit._inspect.reading import Reading, TracedReading, read
 from remat_kit._inspect.recomputed import Recomputed, UnknownCost
 from remat_kit._inspect.residuals import Residual
 from remat_kit._inspect.tables import (
+    EVERYTHING,
+    SHORT,
     Totals,
     lint_tables,
     memory_table,
@@ -459,14 +461,15 @@ class Report(ShownReport):
         peaks = {name: r.peak.to_json(limit=len(r.peak.held)) for name, r in self.readings.items()}
         return self.to_json() | {"peak": peaks}
 
-    def tables(self) -> list[Table | Lines]:
-        """Return the headline, and tables: totals, kept, recomputed, memory, and lints if any."""
+    def tables(self, full: bool = False) -> list[Table | Lines]:
+        """Return the headline, and tables: totals, kept, recomputed, memory, and lints if any.
+
+        Args:
+            full: whether the tables of values and operations show every row.
+        """
         found: list[Table | Lines] = [headed(self.headline)]
         found.append(summary_table([self], title=f"policy {self.policy}"))
-        if self.saved:
-            found.append(saved_table(self))
-        if self.recomputed:
-            found.append(recomputed_table(self))
+        found += self.kept_tables(full)
         if self.unknown_costs:
             found.append(unknown_table(self))
         if self.memory:
@@ -474,3 +477,9 @@ class Report(ShownReport):
         for name, reading in self.readings.items():
             found += reading_tables(name, reading)
         return [*found, *lint_tables([self]), *(self.change.tables() if self.change else [])]
+
+    def kept_tables(self, full: bool = False) -> list[Table]:
+        """Return the tables of the values that are saved and of the operations that run twice."""
+        longest = EVERYTHING if full else SHORT
+        saved = [saved_table(self, longest)] if self.saved else []
+        return saved + ([recomputed_table(self, longest)] if self.recomputed else [])

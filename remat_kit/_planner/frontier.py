@@ -70,7 +70,7 @@ from remat_kit._program import step as _step
 from remat_kit._program.gradient import Argnums, abstract
 from remat_kit._show import figures as _figures
 from remat_kit._show.table import Table, document
-from remat_kit._units import format_bytes
+from remat_kit._units import format_bytes, format_flops
 
 Tick = Callable[[str], None]
 
@@ -153,9 +153,14 @@ class Frontier:
         """Return the policy that runs the schedule of a point, for `remat_kit.policy`."""
         return policy_of(self.graph, point.schedule)
 
-    def table(self, most: int = 24) -> Table:
-        """Return a table of at most ``most`` points, spread evenly over all points."""
-        shown = _thinned(self.points, most)
+    def table(self, most: int = 24, *, full: bool = False) -> Table:
+        """Return a table of at most ``most`` points, spread evenly over all points.
+
+        Args:
+            most: the number of points.
+            full: whether the table has all points, their FLOPs and their segments.
+        """
+        shown = list(self.points) if full else _thinned(self.points, most)
         columns = {
             "peak": [format_bytes(p.predicted_peak_bytes) for p in shown],
             "saved": [format_bytes(p.saved_bytes) for p in shown],
@@ -166,6 +171,9 @@ class Frontier:
         }
         if not any(p.host_bytes for p in self.points):
             del columns["on the host"]
+        if full:
+            columns["recomputed"] = [format_flops(p.extra_flops) for p in shown]
+            columns["segments"] = [str(len(p.schedule)) for p in shown]
         title = f"{self.target}: predicted peak, and extra work as a share of the forward pass"
         return Table(title, tuple(columns), tuple(zip(*columns.values(), strict=True)))
 
@@ -301,7 +309,7 @@ def search_frontier(
             hint="leave offload out, or plan for a GPU or a TPU; `remat-kit targets` lists them",
         )
     with _collection_put_off():
-        tick("tracing")
+        tick("tracing the loss")
         graph = _build.trace(fn, args, chip, argnums, call=call)
         if offload and not any(e.loop for e in graph.equations):
             _frames.warn(
@@ -316,7 +324,7 @@ def search_frontier(
             host_bandwidth=chip.host_bandwidth_bytes_per_second if offload else 0.0,
             worth=worth,
         )
-        tick("bounds")
+        tick("computing lower bounds")
         bounds = _bounds.bounds(graph)
     given, made = _sizes(graph, args, argnums, call)
     if optimizer is not None:

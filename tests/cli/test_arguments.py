@@ -60,8 +60,10 @@ CASES = {
         "--optimizer": (["adam"], []),
         "--target": (["cpu@1GiB"], []),
         "--size": (["batch=16"], []),
+        "--full": ([], []),
     },
     "plan": {
+        "--full": ([], []),
         "--policy": (["dots"], []),
         "--at": (["block_*"], []),
         "--target": (["cpu@1GiB"], []),
@@ -72,6 +74,7 @@ CASES = {
         "--offload": ([], []),
     },
     "frontier": {
+        "--full": ([], []),
         "--policy": (["dots"], []),
         "--at": (["block_*"], []),
         "--target": (["h100"], []),
@@ -83,6 +86,7 @@ CASES = {
         "--html": (["FILE.html"], []),
     },
     "max-batch": {
+        "--full": ([], []),
         "--policy": (["nothing"], []),
         "--at": (["block_0"], ["--policy", "nothing"]),
         "--target": (["cpu@128KiB"], []),
@@ -94,6 +98,7 @@ CASES = {
         "--at-most": (["9"], []),
     },
     "fit": {
+        "--full": ([], []),
         "--policy": (["nothing"], []),
         "--at": (["block_0"], ["--policy", "nothing"]),
         "--target": (["cpu@128KiB"], []),
@@ -110,15 +115,15 @@ CASES = {
         "--compiles": (["0"], []),
     },
     "models": {},
-    "policies": {},
-    "targets": {},
+    "policies": {"--full": ([], [])},
+    "targets": {"--full": ([], [])},
+    "completion": {},
 }
 # What a command cannot do without.
 BASE = {
     "plan": ["--budget", "min"],
     "max-batch": ["--target", "cpu@64KiB"],
     "fit": ["--batch", "4", "--target", "cpu@64KiB"],
-    "policies": ["nothing"],
 }
 EVERYWHERE = {"--help", "--json", "--debug"}
 REQUIRED = {"--budget", "--arch", "--batch"}
