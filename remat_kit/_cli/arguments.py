@@ -32,6 +32,7 @@ from remat_kit._cli.completion import SHELLS
 from remat_kit._cli.models import models_command
 from remat_kit._cli.output import BASELINE, STATUSES, USER_FAULT
 from remat_kit._cli.published import COMPILES, TABLE
+from remat_kit._cli.schema import schema_command
 from remat_kit._errors import near_matches
 
 
@@ -160,6 +161,11 @@ _COMMANDS = {
         "list the models that come with remat_kit, or show one",
         "remat-kit models gpt",
     ),
+    "schema": (
+        schema_command,
+        "list the JSON Schemas of what --json writes, or show one",
+        "remat-kit schema plan",
+    ),
 }
 
 
@@ -167,7 +173,7 @@ _MODEL = ("inspect", "diff", "measure", "plan", "frontier", "max-batch", "fit")
 _PLANNING = ("plan", "frontier")
 _BATCHES = ("max-batch", "fit")
 _ANSWERS = tuple(name for name in _COMMANDS if name != "completion")
-_FULL = tuple(name for name in _ANSWERS if name not in ("bench", "models"))
+_FULL = tuple(name for name in _ANSWERS if name not in ("bench", "models", "schema"))
 
 
 _REPEATABLE: dict[str, Any] = {"action": "extend", "nargs": "+", "default": []}
@@ -317,6 +323,7 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, dict[str, Any]], ...] = (
     ),
     ("name", ("policies",), "a preset, a recipe or a policy", {"metavar": "NAME", "nargs": "?"}),
     ("name", ("models",), "a model", {"metavar": "NAME", "nargs": "?"}),
+    ("name", ("schema",), "a command, or a part of its JSON", {"metavar": "NAME", "nargs": "?"}),
     (
         "shell",
         ("completion",),

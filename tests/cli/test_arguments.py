@@ -118,6 +118,7 @@ CASES = {
     "policies": {"--full": ([], [])},
     "targets": {"--full": ([], [])},
     "completion": {},
+    "schema": {},
 }
 # What a command cannot do without.
 BASE = {
@@ -173,7 +174,7 @@ def run(model, capsys, tmp_path):
         words = [
             w.replace("FILE", where["FILE"]).replace("EARLIER", where["EARLIER"]) for w in words
         ]
-        first = [str(model)] if command not in ("bench", "models", "policies", "targets") else []
+        first = [str(model)] if command in _arguments._MODEL else []
         status = _main.main([command, *first, *BASE.get(command, []), *words])
         out, err = capsys.readouterr()
         return status, out, err, {p.name for p in tmp_path.iterdir()}
