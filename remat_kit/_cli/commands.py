@@ -154,7 +154,7 @@ def inspect_command(options: argparse.Namespace) -> None:
     elif len(reports) == 2:
         report = comparison.reports[1]
         shown += [_of_policy(table, report.policy) for table in report.kept_tables()]
-    named = dataclasses.replace(comparison, model=job.builder.address)
+    named = dataclasses.replace(comparison, model=job.builder.address, command=options.call)
     writes = [functools.partial(write_file, file, named) for file in files]
     answer(options, job.described() | comparison.to_json(), shown, writes)
 

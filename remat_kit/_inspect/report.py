@@ -12,6 +12,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from remat_kit import _files, _frames
 from remat_kit._apply import decorate as _decorate
 from remat_kit._apply import void as _void
@@ -43,11 +45,14 @@ from remat_kit._inspect.tables import (
     saved_table,
     summary_table,
     target_names,
+    today,
     totals_by,
     unknown_table,
     versions,
 )
-from remat_kit._program.gradient import trace_gradient
+from remat_kit._inspect.whatif import worthwhile
+from remat_kit._program import ops as _ops
+from remat_kit._program.gradient import abstract, trace_gradient
 from remat_kit._program.paths import roll_up as roll_up
 from remat_kit._show import figures as _figures
 from remat_kit._show import page as _page
@@ -149,6 +154,8 @@ def inspect(
                 f"the step time on {place} counts only the bytes of {silent}: the compiled program "
                 "does not say how much they compute"
             )
+    chosen_args = [argnums] if isinstance(argnums, int) else list(argnums or ())
+    parameters = jax.tree.leaves([abstract(args, call="inspect")[n] for n in chosen_args])
     report = Report(
         policy=label or policy_text(policy),
         saved=tuple(r for _, r in kept if not r.is_input),
@@ -161,6 +168,8 @@ def inspect(
         notes=tuple(dict.fromkeys(notes)),
         lints=lints,
         unknown_costs=unknown,
+        parameters=sum(x.size for x in parameters),
+        parameter_bytes=sum(_ops.nbytes(x) for x in parameters),
     )
     return report if against is None else report.against(against)
 
@@ -248,6 +257,8 @@ class Report(ShownReport):
         lints: things that cost memory or time without a benefit, and what to do about them.
         change: the difference from an earlier report, if `against` was called.
         unknown_costs: operations of the loss whose cost is unknown; no FLOPs include them.
+        parameters: numbers in the arguments that are differentiated.
+        parameter_bytes: their bytes.
         plan_command: the command that the headline names for a plan, without its target; by default
             the Python call.
     """
@@ -266,6 +277,8 @@ class Report(ShownReport):
     lints: tuple[Lint, ...] = ()
     change: Change | None = None
     unknown_costs: tuple[UnknownCost, ...] = ()
+    parameters: int = 0
+    parameter_bytes: int = 0
     plan_command: str = dataclasses.field(default="", repr=False, compare=False)
 
     @property
@@ -346,6 +359,8 @@ class Report(ShownReport):
                 shape, dtype   of one result
                 region         str     module path of the checkpoint region
                 cost_known     bool    false if the cost is unknown and flops leave it out
+            parameters         int     numbers in the arguments that are differentiated
+            parameter_bytes    int     their bytes
             recomputed_flops   float
             forward_flops      float   of the loss alone
             unknown_costs      list    operations of the loss whose cost is unknown, so that no
@@ -398,6 +413,9 @@ class Report(ShownReport):
                 next_phase, next_module   str   where the peak is then
                 extra_flops_fraction, extra_seconds   float   of the forward pass; by the roofline
                 policy, at     str     arguments for remat_kit.policy
+                worthwhile     bool    false where the price is too high for what it saves: a
+                                       suggestion must lower the peak by 1 %, and by 1 % for each
+                                       1 % of the step's time
             hlo_recomputed     object, by target: a list, one object for each primitive and module
                                that the compiled program computes twice
                 primitive, module, source, count, heavy
@@ -431,6 +449,8 @@ class Report(ShownReport):
             "saved": [r.to_json() for r in self.saved],
             "inputs": [r.to_json() for r in self.inputs],
             "recomputed": [r.to_json() for r in self.recomputed],
+            "parameters": self.parameters,
+            "parameter_bytes": self.parameter_bytes,
             "recomputed_flops": self.recomputed_flops,
             "forward_flops": self.forward_flops,
             "unknown_costs": [u.to_json() for u in self.unknown_costs],
@@ -442,7 +462,11 @@ class Report(ShownReport):
             "timeline": {name: r.timeline.to_json() for name, r in self.readings.items()},
             "regions": {n: [v.to_json() for v in r.regions] for n, r in self.readings.items()},
             "counterfactuals": {
-                name: [c.to_json() for c in r.what_if] for name, r in self.readings.items()
+                name: [
+                    c.to_json() | {"worthwhile": worthwhile(c, r.peak.bytes, r.estimate.seconds)}
+                    for c in r.what_if
+                ]
+                for name, r in self.readings.items()
             },
             "hlo_recomputed": {name: r.recomputed() for name, r in self.readings.items()},
             "step_seconds": {
@@ -455,7 +479,8 @@ class Report(ShownReport):
         }
 
     def _plain(self) -> dict[str, Any]:
-        return {"versions": versions(), "policies": [self._with_buffers()]}
+        said = {"headline": self.headline, "date": today(), "versions": versions()}
+        return said | {"policies": [self._with_buffers()]}
 
     def _with_buffers(self) -> dict[str, Any]:
         peaks = {name: r.peak.to_json(limit=len(r.peak.held)) for name, r in self.readings.items()}

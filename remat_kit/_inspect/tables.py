@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,11 @@ def totals_by(report: Report, key: Callable[[Any], str]) -> dict[str, Totals]:
 
 def of_model(model: str) -> str:
     return f" of {model}" if model else ""
+
+
+def today() -> str:
+    """Return the date on which a report is written."""
+    return datetime.date.today().isoformat()
 
 
 def versions() -> dict[str, str]:
