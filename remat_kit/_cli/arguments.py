@@ -23,6 +23,7 @@ from remat_kit._cli.commands import (
     frontier_command,
     inspect_command,
     max_batch_command,
+    mcp_command,
     measure_command,
     plan_command,
     policies_command,
@@ -166,13 +167,18 @@ _COMMANDS = {
         "list the JSON Schemas of what --json writes, or show one",
         "remat-kit schema plan",
     ),
+    "mcp": (
+        mcp_command,
+        "answer agents and editors by the Model Context Protocol, on standard input and output",
+        "remat-kit mcp",
+    ),
 }
 
 
 _MODEL = ("inspect", "diff", "measure", "plan", "frontier", "max-batch", "fit")
 _PLANNING = ("plan", "frontier")
 _BATCHES = ("max-batch", "fit")
-_ANSWERS = tuple(name for name in _COMMANDS if name != "completion")
+_ANSWERS = tuple(name for name in _COMMANDS if name not in ("completion", "mcp"))
 _FULL = tuple(name for name in _ANSWERS if name not in ("bench", "models", "schema"))
 
 

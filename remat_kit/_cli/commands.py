@@ -594,3 +594,15 @@ def completion_command(options: argparse.Namespace) -> None:
 
     with explained_output():
         print(script(argument_parser(), options.shell), end="")
+
+
+def mcp_command(options: argparse.Namespace) -> None:
+    try:
+        import mcp  # noqa: F401
+    except ImportError as error:
+        raise MissingPluginError(
+            "`remat-kit mcp`: the package mcp is not installed", hint="pip install 'remat-kit[mcp]'"
+        ) from error
+    from remat_kit._cli.server import server
+
+    server().run()

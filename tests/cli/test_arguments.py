@@ -114,6 +114,7 @@ CASES = {
         "--size": (["batch=banana"], []),
         "--compiles": (["0"], []),
     },
+    "mcp": {},
     "models": {},
     "policies": {"--full": ([], [])},
     "targets": {"--full": ([], [])},
