@@ -131,14 +131,15 @@ def rendered() -> str:
     columns += [f"plan `{budget}`" for budget in BUDGETS] + ["results"]
     return "\n".join(
         [
+            "Temporary memory of one compiled `value_and_grad` in MiB, float32, and after the "
+            "comma what is computed twice, in FLOPs of the forward pass. A plan's budget is a "
+            "fraction of the temporaries without it; `min` is the least memory. No chip but a CPU "
+            "was there. "
+            "Made from `benchmarks/results/` by `python benchmarks/headline.py --update-readme`.",
+            "",
             "| " + " | ".join(columns) + " |",
             "|---|---|" + "---:|" * (len(columns) - 3) + "---|",
             *lines().values(),
-            "",
-            "Temporary memory of one compiled `value_and_grad` in MiB, float32, and what is "
-            "computed twice, in FLOPs of the forward pass. A plan's budget is a fraction of the "
-            "temporaries without it; `min` is the least memory. No chip but a CPU was there. Made "
-            "from `benchmarks/results/` by `python benchmarks/headline.py --update-readme`.",
         ]
     )
 

@@ -202,10 +202,16 @@ def near_matches(word: str, known: Iterable[str], n: int = 3) -> list[str]:
 
     >>> near_matches("atn_out", ["attn_out", "mlp_up"])
     ['attn_out']
+    >>> near_matches("a100", ["a100-40g", "a100-80g", "v100"])
+    ['a100-40g', 'a100-80g']
     """
     word = word[:_SHOWN]  # a longer word is not a misspelled name
     known = sorted(set(known))
     by_fold = {k.lower(): k for k in reversed(known)}
+    if len(word) > 1:  # the members of a family: `a100` is a100-40g or a100-80g
+        family = [by_fold[k] for k in sorted(by_fold) if k.startswith(f"{word.lower()}-")]
+        if family:
+            return family[:n]
     close = difflib.get_close_matches(word.lower(), by_fold, n=n, cutoff=0.5)
     return [by_fold[k] for k in close]
 

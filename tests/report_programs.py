@@ -30,6 +30,8 @@ KEYS = {
     "saved": list,
     "inputs": list,
     "recomputed": list,
+    "parameters": int,
+    "parameter_bytes": int,
     "recomputed_flops": float,
     "forward_flops": float,
     "unknown_costs": list,

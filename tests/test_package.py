@@ -53,6 +53,7 @@ def test_the_wheel_holds_the_package_with_the_recipes_and_the_models_inside(cont
     assert recipes >= {p.name for p in (ROOT / "policies").glob("*.toml")}
     assert "remat_kit/py.typed" in names
     parts = {f"remat_kit/_show/page.{kind}" for kind in ("html", "css", "js")}
+    parts.add("remat_kit/_cli/schemas.json")
     stubs = {"remat_kit/__init__.pyi", "remat_kit/testing/__init__.pyi"}
     assert parts | stubs <= set(names)
     modules = {str(p.relative_to(ROOT)) for p in PACKAGE.rglob("*.py")}

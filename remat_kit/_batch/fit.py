@@ -34,7 +34,7 @@ from remat_kit._inspect.tables import NO_POLICY, policy_text, versions
 from remat_kit._program.builder import Loss
 from remat_kit._program.gradient import Argnums, abstract
 from remat_kit._show.table import Lines, Shown, Table, headed
-from remat_kit._units import format_bytes
+from remat_kit._units import format_bytes, format_seconds
 
 # -- the fit matrix ---------------------------------------------------------------------------
 
@@ -219,6 +219,20 @@ class Fit(Shown):
         columns = ("target", "memory", "policy", *(f"batch {b}" for b in batches))
         title = "what fits" + (f", {self.model}" if self.model else "")
         return Table(title, columns, tuple(rows), "\n".join(footer))
+
+    def cell_table(self) -> Table:
+        """Return a table with a row for each program that was compiled."""
+        columns = ("target", "policy", "batch", "fits", "peak", "temporaries", "host", "step ≥")
+        return Table("every program", columns, tuple(_cell_row(c) for c in self.cells))
+
+
+def _cell_row(cell: Cell) -> tuple[str, ...]:
+    m, seconds = cell.memory, cell.step_seconds
+    return (
+        *(cell.target, cell.policy, str(cell.batch), "yes" if cell.fits else "no"),
+        *(bytes_or_unknown(size) for size in (m.peak_bytes, m.temp_bytes, m.host_bytes)),
+        "?" if seconds is None else format_seconds(seconds),
+    )
 
 
 def fit(

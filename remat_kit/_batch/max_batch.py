@@ -180,6 +180,15 @@ class MaxBatch(Shown):
         """Return the answer as a table of one row."""
         return max_batch_table([self])
 
+    def trial_table(self) -> Table:
+        """Return a table of the batch sizes that were compiled."""
+        rows = [
+            (str(t.batch), "yes" if t.fits else "no", bytes_or_unknown(t.peak_bytes), t.reason)
+            for t in sorted(self.trials, key=lambda t: t.batch)
+        ]
+        title = f"batch sizes that were compiled for {self.target} with {self.policy}"
+        return Table(title, ("batch", "fits", "peak", "reason"), tuple(rows))
+
 
 def max_batch_table(found: Sequence[MaxBatch], model: str = "") -> Table:
     """Return several answers as a table, each compared with ``none`` on its chip."""
@@ -205,7 +214,9 @@ def max_batch_table(found: Sequence[MaxBatch], model: str = "") -> Table:
     columns = ("target", "policy", "batch", "peak", "memory", "does not fit", "per example")
     notes = dict.fromkeys(f"note: {m.target}, {m.policy}: {n}" for m in found for n in m.notes)
     title = "the largest batch that fits" + (f", {model}" if model else "")
-    return Table(title, (*columns, "time of one ≥", "compiled"), tuple(rows), "\n".join(notes))
+    spare = ("compiled", "per example", "time of one ≥", "memory")
+    columns += ("time of one ≥", "compiled")
+    return Table(title, columns, tuple(rows), "\n".join(notes), spare)
 
 
 def _refusal(trial: Trial) -> str:

@@ -129,6 +129,8 @@ def target(name: str | Target) -> Target:
                 "machine; its compiler ends the process that tries",
                 hint="measure on the chip itself with target 'local'",
             )
+        if base.lower() in ("gpu", "cuda", "nvidia"):
+            known = _cuda_names()  # `cpu` would be near, and is not meant
         raise unknown("target", base, known, call=call)
     chip = _local() if base == "local" else _build(base)
     return _shrunk(chip, size, call) if at else chip

@@ -2,7 +2,7 @@
 
 The package cyclopts would accept the same calls, but it starts too slowly: importing it takes
 0.09 s of processor time and importing argparse 0.02 s, so that cyclopts prints the help of an
-example with two commands in 0.19 s, and argparse the help of these eleven in 0.1 s; the limit is
+example with two commands in 0.19 s, and argparse the help of these commands in 0.1 s; the limit is
 0.2 s.
 """
 
@@ -10,34 +10,88 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import re
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import remat_kit
 from remat_kit._cli.commands import (
     bench_command,
+    completion_command,
     diff_command,
     fit_command,
     frontier_command,
     inspect_command,
     max_batch_command,
+    mcp_command,
     measure_command,
     plan_command,
     policies_command,
     targets_command,
 )
+from remat_kit._cli.completion import SHELLS
 from remat_kit._cli.models import models_command
 from remat_kit._cli.output import BASELINE, STATUSES, USER_FAULT
 from remat_kit._cli.published import COMPILES, TABLE
+from remat_kit._cli.schema import schema_command
+from remat_kit._errors import near_matches
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser that prints its errors in the form of remat_kit's errors."""
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, rest = self.parse_known_args(args, namespace)
+        if rest:
+            self.fail(*_unrecognized(options.command, rest))
+        return options
+
     def error(self, message: str) -> NoReturn:
         hint = f"`{self.prog} --help` shows what it takes"
+        if example := _example(self.prog):
+            hint = f"for example `{example}`; {hint}"
         if "FILE_OR_MODULE:build" in message:
             hint = f"the model comes first: {self.prog} gpt --policy dots"
+        found = re.match(r"argument COMMAND: invalid choice: '(.*?)' \(", message)
+        if found:
+            message = f"`remat-kit {found[1]}`: no command is named {found[1]!r}"
+            if ".py" in found[1] or ":" in found[1]:
+                hint = f"the command comes before the model: remat-kit inspect {found[1]}"
+            elif near := near_matches(found[1], _COMMANDS):
+                hint = f"did you mean {_or(near)}?"
+        self.fail(message, hint)
+
+    def fail(self, message: str, hint: str) -> NoReturn:
         self.exit(USER_FAULT, f"error: {message}\nhint: {hint}\n")
+
+
+def _example(prog: str) -> str:
+    """Return an example of a call of a command, or "" for the whole program."""
+    name = prog.split()[-1]
+    return _COMMANDS[name][2] if name in _COMMANDS else ""
+
+
+def _unrecognized(command: str, words: Sequence[str]) -> tuple[str, str]:
+    """Return the message and the hint about words that a command does not take."""
+    help_ = f"`remat-kit {command} --help` shows what it takes"
+    word = next((w for w in words if w.startswith("-")), words[0])
+    if not word.startswith("-"):
+        what = "it takes no such word here"
+        hint = f"put quotes around a value that contains spaces; {help_}"
+        return f"`remat-kit {command} ... {word}`: {what}", hint
+    name = word.partition("=")[0]
+    message = f"`remat-kit {command} ... {name}`: {command} has no option {name}"
+    takers = [c for o, some, *_ in _OPTIONS if o == name for c in some]
+    if takers:
+        return message, f"{name} is an option of {', '.join(dict.fromkeys(takers))}; {help_}"
+    own = [o for o, some, *_ in _OPTIONS if command in some and o.startswith("-")]
+    short = re.fullmatch(r"-(\w)", name)
+    near = [o for o in own if o.startswith(f"--{short[1]}")] if short else near_matches(name, own)
+    return message, f"did you mean {_or(near)}?" if near else help_
+
+
+def _or(words: Sequence[str]) -> str:
+    return " or ".join(map(repr, words))
 
 
 def _whole(text: str) -> int:
@@ -50,30 +104,82 @@ def _wholes(text: str) -> list[int]:
     return [_whole(part) for part in text.split(",")]
 
 
+# Each command: the function that runs it, its help, and an example of a call.
 _COMMANDS = {
-    "inspect": (inspect_command, "list what is saved and what is computed twice"),
-    "diff": (diff_command, "show the gradient programs without and with a policy, aligned"),
+    "inspect": (
+        inspect_command,
+        "list what is saved and what is computed twice",
+        "remat-kit inspect gpt --policy dots --target tpu-v5e",
+    ),
+    "diff": (
+        diff_command,
+        "show the gradient programs without and with a policy, aligned",
+        "remat-kit diff gpt --size size=tiny --policy dots",
+    ),
     "measure": (
         measure_command,
         "compile for chips, in this machine or not, and show the memory that it takes",
+        "remat-kit measure gpt --policy dots nothing --target tpu-v5e h100",
     ),
-    "plan": (plan_command, "find the fastest schedule that fits a budget, and compile it"),
-    "frontier": (frontier_command, "show the best schedules for every budget, not compiled"),
-    "max-batch": (max_batch_command, "find the largest batch that fits, by compiling a few"),
-    "fit": (fit_command, "show which batches fit which chips with which policies"),
+    "plan": (
+        plan_command,
+        "find the fastest schedule that fits a budget, and compile it",
+        "remat-kit plan gpt --budget fit --target tpu-v5e --save plan.toml",
+    ),
+    "frontier": (
+        frontier_command,
+        "show the best schedules for every budget, not compiled",
+        "remat-kit frontier gpt --target h100 --html frontier.html",
+    ),
+    "max-batch": (
+        max_batch_command,
+        "find the largest batch that fits, by compiling a few",
+        "remat-kit max-batch gpt --policy nothing --target tpu-v5e --step 8",
+    ),
+    "fit": (
+        fit_command,
+        "show which batches fit which chips with which policies",
+        "remat-kit fit gpt --batch 8,16,32 --policy dots --target tpu-v5e",
+    ),
     "bench": (
         bench_command,
         "plan one of the CNNs of a published table, and compare with the paper's figures",
+        "remat-kit bench --arch vgg16 --target cpu",
     ),
-    "policies": (policies_command, "list the presets, or show one"),
-    "targets": (targets_command, "list the chips that can be compiled for"),
-    "models": (models_command, "list the models that come with remat_kit, or show one"),
+    "policies": (policies_command, "list the presets, or show one", "remat-kit policies uniform:2"),
+    "targets": (
+        targets_command,
+        "list the chips that can be compiled for",
+        "remat-kit targets --full",
+    ),
+    "completion": (
+        completion_command,
+        "print a script that completes commands and options in a shell",
+        "remat-kit completion bash > ~/.local/share/bash-completion/completions/remat-kit",
+    ),
+    "models": (
+        models_command,
+        "list the models that come with remat_kit, or show one",
+        "remat-kit models gpt",
+    ),
+    "schema": (
+        schema_command,
+        "list the JSON Schemas of what --json writes, or show one",
+        "remat-kit schema plan",
+    ),
+    "mcp": (
+        mcp_command,
+        "answer agents and editors by the Model Context Protocol, on standard input and output",
+        "remat-kit mcp",
+    ),
 }
 
 
 _MODEL = ("inspect", "diff", "measure", "plan", "frontier", "max-batch", "fit")
 _PLANNING = ("plan", "frontier")
 _BATCHES = ("max-batch", "fit")
+_ANSWERS = tuple(name for name in _COMMANDS if name not in ("completion", "mcp"))
+_FULL = tuple(name for name in _ANSWERS if name not in ("bench", "models", "schema"))
 
 
 _REPEATABLE: dict[str, Any] = {"action": "extend", "nargs": "+", "default": []}
@@ -118,7 +224,12 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, dict[str, Any]], ...] = (
         "an argument for the builder; repeatable",
         {"metavar": "k=v", **_REPEATABLE},
     ),
-    ("--full", ("inspect", "diff"), "show everything, not only the most important lines", _FLAG),
+    (
+        "--full",
+        _FULL,
+        "show everything: all rows and columns, and no name cut, even if the terminal is narrow",
+        _FLAG,
+    ),
     ("--html", ("inspect",), "write a page for a browser to this file", _FILE),
     (
         "--png",
@@ -218,9 +329,16 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, dict[str, Any]], ...] = (
     ),
     ("name", ("policies",), "a preset, a recipe or a policy", {"metavar": "NAME", "nargs": "?"}),
     ("name", ("models",), "a model", {"metavar": "NAME", "nargs": "?"}),
+    ("name", ("schema",), "a command, or a part of its JSON", {"metavar": "NAME", "nargs": "?"}),
+    (
+        "shell",
+        ("completion",),
+        "the shell that reads the script",
+        {"metavar": "|".join(SHELLS), "choices": SHELLS},
+    ),
     (
         "--json",
-        tuple(_COMMANDS),
+        _ANSWERS,
         "write JSON to this file; - is standard output",
         {"metavar": "PATH"},
     ),
@@ -241,8 +359,15 @@ def argument_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         required=True, metavar="COMMAND", dest="command", parser_class=_Parser
     )
-    for name, (run, about) in _COMMANDS.items():
-        command = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+    for name, (run, about, example) in _COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=about,
+            description=about,
+            epilog=f"example:\n  {example}\n",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
         command.set_defaults(run=run)
         for option, takers, text, how in _OPTIONS:
             if name in takers:

@@ -9,6 +9,7 @@ import functools
 import inspect
 import os
 import pathlib
+import re
 import shlex
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from remat_kit._cli.output import (
     PLAN_OPTIONS,
     answer,
     check_writable,
+    explained_output,
     lints_of_a_raised_peak,
     read_call,
     refuse_idle,
@@ -144,12 +146,21 @@ def inspect_command(options: argparse.Namespace) -> None:
     comparison = _comparison.Comparison(
         tuple(dataclasses.replace(report, plan_command=asked) for report in reports)
     )
-    reports = comparison.reports
-    alone = len(reports) == 1
-    shown = [*([] if alone else [comparison]), *(reports if alone or options.full else [])]
-    named = dataclasses.replace(comparison, model=job.builder.address)
+    shown = comparison.tables()
+    if len(reports) == 1:
+        shown = comparison.reports[0].tables(options.full)
+    elif options.full:
+        shown += [table for r in comparison.reports for table in r.tables(full=True)[1:]]
+    elif len(reports) == 2:
+        report = comparison.reports[1]
+        shown += [_of_policy(table, report.policy) for table in report.kept_tables()]
+    named = dataclasses.replace(comparison, model=job.builder.address, command=options.call)
     writes = [functools.partial(write_file, file, named) for file in files]
     answer(options, job.described() | comparison.to_json(), shown, writes)
+
+
+def _of_policy(table: Any, policy: str) -> Any:
+    return dataclasses.replace(table, title=f"with {policy}, {table.title}")
 
 
 def _command(name: str, job: _Job, *words: str) -> str:
@@ -251,9 +262,10 @@ def plan_command(options: argparse.Namespace) -> None:
     budget = parsed_budget(options.budget, where=f"--budget {options.budget[:64]}")
     found, plain = _planned(options, _plan.plan, budget=budget)
     writes = [functools.partial(write_with, options.save, "save", found.save)]
-    answer(
-        options, plain, [headed(found.headline), found.explain()], writes if options.save else ()
-    )
+    shown = [headed(found.headline), found.explain()]
+    if options.full:
+        shown.append(headed(f"the policy\n{found.policy!r}"))
+    answer(options, plain, shown, writes if options.save else ())
 
 
 def _optimizer(text: str | None) -> Any:
@@ -311,7 +323,7 @@ def frontier_command(options: argparse.Namespace) -> None:
         for kind in ("png", "html")
         if (path := getattr(options, kind))
     ]
-    answer(options, plain, [found.table()], writes)
+    answer(options, plain, [found.table(full=options.full)], writes)
 
 
 def measure_command(options: argparse.Namespace) -> None:
@@ -342,31 +354,40 @@ def measure_command(options: argparse.Namespace) -> None:
     void = {policy: some[0].code for policy, some in lints.items() if some}
     said = measured_headline(found, void, _command("inspect", job), _plan_command(job))
     plain = job.described() | {"headline": said, "policies": policies}
-    answer(options, plain, [headed(said), _memory_table(found, lints)])
+    answer(options, plain, [headed(said), _memory_table(found, lints, options.full)])
 
 
-def _memory_table(found: dict[str, dict[str, Any]], lints: dict[str, list[Any]]) -> Any:
+def _memory_table(found: dict[str, dict[str, Any]], lints: dict[str, list[Any]], full: bool) -> Any:
     from remat_kit._show.table import Table
     from remat_kit._units import format_bytes
 
     def shown(size: int | None) -> str:
         return "?" if size is None else format_bytes(size)
 
-    names = ["temporaries", "arguments", "outputs", "host", "peak", "memory", "headroom", "fits"]
+    fields = {
+        "temporaries": "temp_bytes",
+        "arguments": "argument_bytes",
+        "outputs": "output_bytes",
+        **({"aliased": "alias_bytes", "code": "code_bytes"} if full else {}),
+        "host": "host_bytes",
+        "peak": "peak_bytes",
+        "memory": "memory_bytes",
+        "headroom": "headroom_bytes",
+    }
     rows = []
     for policy, by_target in found.items():
         for name, m in by_target.items():
-            sizes = (m.temp_bytes, m.argument_bytes, m.output_bytes, m.host_bytes, m.peak_bytes)
-            row = [policy, name, *map(shown, sizes), shown(m.memory_bytes)]
-            row += [shown(m.headroom_bytes), "yes" if m.fits else "no"]
-            rows.append((*row, "" if m.step_seconds is None else f"{1e3 * m.step_seconds:.3g} ms"))
-    columns = ("policy", "target", *names, "step")
+            sizes = [shown(getattr(m, field)) for field in fields.values()]
+            step = "" if m.step_seconds is None else f"{1e3 * m.step_seconds:.3g} ms"
+            rows.append((policy, name, *sizes, "yes" if m.fits else "no", step))
+    columns = ("policy", "target", *fields, "fits", "step")
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     notes = (n for by_target in found.values() for m in by_target.values() for n in m.all_notes)
     warned = [f"lint: {policy}: {x.message}" for policy, some in lints.items() for x in some]
     footer = "\n".join([*warned, *(f"note: {note}" for note in dict.fromkeys(notes))])
-    return Table("memory", columns, tuple(rows), footer)
+    spare = ("host", "outputs", "arguments", "memory", "temporaries")
+    return Table("memory", columns, tuple(rows), footer, spare)
 
 
 def max_batch_command(options: argparse.Namespace) -> None:
@@ -403,7 +424,10 @@ def max_batch_command(options: argparse.Namespace) -> None:
     said = batches_headline((m.target, m.policy, m.batch) for m in found)
     named = {"batch_name": options.batch_name, "complete": not interrupted, "results": rows}
     table = _max_batch.max_batch_table(found, job.builder.address)
-    answer(options, job.described() | {"headline": said} | named, [headed(said), table])
+    shown = [headed(said), table]
+    if options.full:
+        shown += [m.trial_table() for m in found]
+    answer(options, job.described() | {"headline": said} | named, shown)
     if interrupted:
         raise KeyboardInterrupt
 
@@ -426,7 +450,8 @@ def fit_command(options: argparse.Namespace) -> None:
                 call="remat-kit fit",
             )
     named = {"batch_name": options.batch_name}
-    answer(options, job.described() | named | found.to_json(), found.tables())
+    shown = [*found.tables(), *([found.cell_table()] if options.full else [])]
+    answer(options, job.described() | named | found.to_json(), shown)
     if not found.complete:
         raise KeyboardInterrupt
 
@@ -486,9 +511,24 @@ def policies_command(options: argparse.Namespace) -> None:
     if options.name:
         answer(options, plain[0], [shown_recipe(chosen[0])])
         return
-    rows = [(r.usage, ", ".join(r.aliases), r.description) for r in chosen]
-    table = Table("policies", ("policy", "also", "what it does"), tuple(rows))
-    answer(options, {"policies": plain}, [table])
+    columns = ("policy", "also", "what it does", *(("keeps", "from") if options.full else ()))
+    groups: dict[str, list[tuple[str, ...]]] = {}
+    for r in chosen:
+        more = (r.text, r.origin) if options.full else ()
+        row = (r.usage, ", ".join(r.aliases), r.description, *more)
+        groups.setdefault(_project(r.origin), []).append(row)
+    order = sorted(groups, key=lambda name: (name != "JAX", name.lower()))
+    tables = [Table(name, columns, tuple(groups[name]), spare=("also",)) for name in order]
+    answer(options, {"policies": plain}, tables)
+
+
+def _project(origin: str) -> str:
+    """Return the project that a preset comes from: the first word of its origin.
+
+    >>> _project("Megatron-LM's recompute_method=block, https://..."), _project("JAX, https://...")
+    ('Megatron-LM', 'JAX')
+    """
+    return re.split(r"'s\b|[,\s]", origin, maxsplit=1)[0] or "own"
 
 
 def _recipe_of(text: str) -> Any:
@@ -514,12 +554,29 @@ def targets_command(options: argparse.Namespace) -> None:
     check_writable(options.json)
     _stay_off_the_device(())
     chips = targets()
+    columns = ("target", "chip", "memory", "compiler")
+    columns += ("bandwidth", "to the host", "peak rates", "from") if options.full else ()
     rows = []
     for chip in chips:
-        ready = "installed" if chip.available else f"missing: {chip.needs}"
-        rows.append((chip.name, chip.description, format_bytes(chip.memory_bytes), ready))
-    table = Table("targets", ("target", "chip", "memory", "compiler"), tuple(rows))
+        ready = "installed" if chip.available else f"needs {_package(chip.needs)}"
+        row = (chip.name, chip.description, format_bytes(chip.memory_bytes), ready)
+        rows.append((*row, *(_rates(chip) if options.full else ())))
+    missing = dict.fromkeys(chip.needs for chip in chips if not chip.available)
+    footer = "\n".join(f"{_package(needs)}: {needs}" for needs in missing)
+    table = Table("targets", columns, tuple(rows), footer)
     answer(options, {"targets": [_target_json(chip) for chip in chips]}, [table])
+
+
+def _package(needs: str | None) -> str:
+    """Return the package of an instruction to install one."""
+    return (needs or "").removeprefix("pip install ").strip("'")
+
+
+def _rates(chip: Any) -> tuple[str, ...]:
+    links = (chip.bandwidth_bytes_per_second, chip.host_bandwidth_bytes_per_second)
+    peaks = (f"{name} {rate / 1e12:.3g}" for name, rate in chip.flops_per_second.items())
+    shown = (f"{link / 1e9:.4g} GB/s" for link in links)
+    return (*shown, ", ".join(peaks) + " TFLOP/s", chip.source)
 
 
 def _target_json(chip: Any) -> dict[str, Any]:
@@ -529,3 +586,23 @@ def _target_json(chip: Any) -> dict[str, Any]:
     )
     plain = {name: getattr(chip, name) for name in names}
     return plain | {"flops_per_second": dict(chip.flops_per_second)}
+
+
+def completion_command(options: argparse.Namespace) -> None:
+    from remat_kit._cli.arguments import argument_parser
+    from remat_kit._cli.completion import script
+
+    with explained_output():
+        print(script(argument_parser(), options.shell), end="")
+
+
+def mcp_command(options: argparse.Namespace) -> None:
+    try:
+        import mcp  # noqa: F401
+    except ImportError as error:
+        raise MissingPluginError(
+            "`remat-kit mcp`: the package mcp is not installed", hint="pip install 'remat-kit[mcp]'"
+        ) from error
+    from remat_kit._cli.server import server
+
+    server().run()

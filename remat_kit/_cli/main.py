@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _heard_at_once():
             options = argument_parser().parse_args(argv)
+            options.call = shlex.join(["remat-kit", *argv])
             with _warnings_as_lines():
                 options.run(options)
             with explained_output():

@@ -14,6 +14,7 @@ from typing import Any
 
 from remat_kit._errors import UserError
 from remat_kit._files import write_whole
+from remat_kit._show.table import Table
 
 BASELINE = "none"
 
@@ -182,7 +183,7 @@ def answer(
     """
     steps: list[Callable[[], None]] = list(writes)
     if options.json != "-":
-        steps.insert(0, lambda: _show(*shown))
+        steps.insert(0, lambda: _show(shown, getattr(options, "full", False)))
     if options.json:
         steps.append(lambda: _write_json(options.json, plain))
     failed: UserError | None = None
@@ -238,15 +239,25 @@ def check_writable(path: str | pathlib.Path | None, kind: str = "json") -> None:
             os.unlink(path)
 
 
-def _show(*values: Any) -> None:
-    """Print reports or tables: with `rich` in a terminal, as plain text otherwise."""
+def _show(values: Sequence[Any], full: bool) -> None:
+    """Print tables and lines: fitted into a terminal, and complete otherwise.
+
+    Args:
+        values: tables, lines, answers that consist of them, or texts.
+        full: whether a terminal shows tables as they are, too, which may be wider than it is.
+    """
     from rich.console import Console
 
     console = Console()
+    parts = [
+        p for value in values for p in (value.tables() if hasattr(value, "tables") else [value])
+    ]
     with explained_output():
-        for number, value in enumerate(values):
-            if console.is_terminal:
-                console.print(value.rich() if hasattr(value, "rich") else value)
+        for number, part in enumerate(parts):
+            fitted = console.is_terminal and hasattr(part, "rich")
+            if number:
+                print()
+            if fitted and not (full and isinstance(part, Table)):
+                console.print(part.rich(), crop=False)
             else:
-                text = value.text() if hasattr(value, "rich") else str(value)
-                print("\n" * bool(number) + text)
+                print(str(part))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from remat_kit._cli.output import BASELINE
+
 
 class Progress:
     """The current work, on standard error: a bar in a terminal, plain lines otherwise.
@@ -29,7 +31,7 @@ class Progress:
             spinner = (progress.SpinnerColumn(), progress.TextColumn("{task.description}"))
             columns = (*(bar if self._total else spinner), progress.TimeElapsedColumn())
             self._shown = progress.Progress(*columns, console=self._console, transient=True)
-            self._shown.add_task("tracing", total=self._total or None)
+            self._shown.add_task("reading the model", total=self._total or None)
             self._shown.start()
         return self
 
@@ -60,4 +62,5 @@ class Progress:
 
     def compiling(self, policy: str, targets: Sequence[str]) -> None:
         """Show the next piece of work: a policy, for some chips."""
-        self.count(f"{policy}, compiling for {', '.join(targets)}" if targets else policy)
+        what = f"compiling for {', '.join(targets)}" if targets else "tracing"
+        self.count(f"{what} without a policy" if policy == BASELINE else f"{what} with {policy}")

@@ -14,6 +14,7 @@ from remat_kit._inspect.tables import (
     memory_table,
     of_model,
     summary_table,
+    today,
     unknown_table,
     versions,
 )
@@ -44,10 +45,12 @@ class Comparison(ShownReport):
     Args:
         reports: reports that `inspect` returned for the same loss.
         model: the name of the loss.
+        command: the command that made the reports; the page shows it.
     """
 
     reports: tuple[Report, ...]
     model: str = ""
+    command: str = ""
 
     def __post_init__(self) -> None:
         ordered = sorted(self.reports, key=lambda r: r.policy != NO_POLICY)
@@ -71,7 +74,8 @@ class Comparison(ShownReport):
         return named | said | {"policies": [r.to_json() for r in self.reports]}
 
     def _plain(self) -> dict[str, Any]:
-        return self.to_json() | {"policies": [r._with_buffers() for r in self.reports]}
+        made = {"command": self.command, "date": today()}
+        return self.to_json() | made | {"policies": [r._with_buffers() for r in self.reports]}
 
     def tables(self) -> list[Table | Lines]:
         """Return the headline, and tables: all policies, all targets, and any lints."""

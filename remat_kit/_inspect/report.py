@@ -32,6 +32,8 @@ from remat_kit._inspect.reading import Reading, TracedReading, read
 from remat_kit._inspect.recomputed import Recomputed, UnknownCost
 from remat_kit._inspect.residuals import Residual
 from remat_kit._inspect.tables import (
+    EVERYTHING,
+    SHORT,
     Totals,
     lint_tables,
     memory_table,
@@ -41,10 +43,13 @@ from remat_kit._inspect.tables import (
     saved_table,
     summary_table,
     target_names,
+    today,
     totals_by,
     unknown_table,
     versions,
 )
+from remat_kit._inspect.whatif import worthwhile
+from remat_kit._program import ops as _ops
 from remat_kit._program.losses import Loss, gradients_of
 from remat_kit._program.paths import roll_up as roll_up
 from remat_kit._show import figures as _figures
@@ -167,6 +172,7 @@ def inspect(
                 f"the step time on {place} counts only the bytes of {silent}: the compiled program "
                 "does not say how much they compute"
             )
+    parameters = [leaf for part in parts for leaf in part.parameters]
     report = Report(
         policy=label or policy_text(policy),
         saved=tuple(r for saved in kept for _, r in saved if not r.is_input),
@@ -180,6 +186,8 @@ def inspect(
         notes=tuple(dict.fromkeys(notes)),
         lints=lints,
         unknown_costs=unknown,
+        parameters=sum(x.size for x in parameters),
+        parameter_bytes=sum(_ops.nbytes(x) for x in parameters),
     )
     return report if against is None else report.against(against)
 
@@ -297,6 +305,8 @@ class Report(ShownReport):
         lints: things that cost memory or time without a benefit, and what to do about them.
         change: the difference from an earlier report, if `against` was called.
         unknown_costs: operations of the loss whose cost is unknown; no FLOPs include them.
+        parameters: numbers in the arguments that are differentiated.
+        parameter_bytes: their bytes.
         plan_command: the command that the headline names for a plan, without its target; by default
             the Python call.
         losses: of a training step, the losses that it differentiates. What is saved and recomputed
@@ -317,6 +327,8 @@ class Report(ShownReport):
     lints: tuple[Lint, ...] = ()
     change: Change | None = None
     unknown_costs: tuple[UnknownCost, ...] = ()
+    parameters: int = 0
+    parameter_bytes: int = 0
     plan_command: str = dataclasses.field(default="", repr=False, compare=False)
     losses: tuple[StepLoss, ...] = ()
 
@@ -398,6 +410,8 @@ class Report(ShownReport):
                 shape, dtype   of one result
                 region         str     module path of the checkpoint region
                 cost_known     bool    false if the cost is unknown and flops leave it out
+            parameters         int     numbers in the arguments that are differentiated
+            parameter_bytes    int     their bytes
             recomputed_flops   float
             forward_flops      float   of the loss alone
             unknown_costs      list    operations of the loss whose cost is unknown, so that no
@@ -450,6 +464,9 @@ class Report(ShownReport):
                 next_phase, next_module   str   where the peak is then
                 extra_flops_fraction, extra_seconds   float   of the forward pass; by the roofline
                 policy, at     str     arguments for remat_kit.policy
+                worthwhile     bool    false where the price is too high for what it saves: a
+                                       suggestion must lower the peak by 1 %, and by 1 % for each
+                                       1 % of the step's time
             hlo_recomputed     object, by target: a list, one object for each primitive and module
                                that the compiled program computes twice
                 primitive, module, source, count, heavy
@@ -488,6 +505,8 @@ class Report(ShownReport):
             "saved": [r.to_json() for r in self.saved],
             "inputs": [r.to_json() for r in self.inputs],
             "recomputed": [r.to_json() for r in self.recomputed],
+            "parameters": self.parameters,
+            "parameter_bytes": self.parameter_bytes,
             "recomputed_flops": self.recomputed_flops,
             "forward_flops": self.forward_flops,
             "unknown_costs": [u.to_json() for u in self.unknown_costs],
@@ -499,7 +518,11 @@ class Report(ShownReport):
             "timeline": {name: r.timeline.to_json() for name, r in self.readings.items()},
             "regions": {n: [v.to_json() for v in r.regions] for n, r in self.readings.items()},
             "counterfactuals": {
-                name: [c.to_json() for c in r.what_if] for name, r in self.readings.items()
+                name: [
+                    c.to_json() | {"worthwhile": worthwhile(c, r.peak.bytes, r.estimate.seconds)}
+                    for c in r.what_if
+                ]
+                for name, r in self.readings.items()
             },
             "hlo_recomputed": {name: r.recomputed() for name, r in self.readings.items()},
             "step_seconds": {
@@ -513,20 +536,22 @@ class Report(ShownReport):
         }
 
     def _plain(self) -> dict[str, Any]:
-        return {"versions": versions(), "policies": [self._with_buffers()]}
+        said = {"headline": self.headline, "date": today(), "versions": versions()}
+        return said | {"policies": [self._with_buffers()]}
 
     def _with_buffers(self) -> dict[str, Any]:
         peaks = {name: r.peak.to_json(limit=len(r.peak.held)) for name, r in self.readings.items()}
         return self.to_json() | {"peak": peaks}
 
-    def tables(self) -> list[Table | Lines]:
-        """Return the headline, and tables: totals, kept, recomputed, memory, and lints if any."""
+    def tables(self, full: bool = False) -> list[Table | Lines]:
+        """Return the headline, and tables: totals, kept, recomputed, memory, and lints if any.
+
+        Args:
+            full: whether the tables of values and operations show every row.
+        """
         found: list[Table | Lines] = [headed(self.headline)]
         found.append(summary_table([self], title=f"policy {self.policy}"))
-        if self.saved:
-            found.append(saved_table(self))
-        if self.recomputed:
-            found.append(recomputed_table(self))
+        found += self.kept_tables(full)
         if self.unknown_costs:
             found.append(unknown_table(self))
         if self.memory:
@@ -534,3 +559,9 @@ class Report(ShownReport):
         for name, reading in self.readings.items():
             found += reading_tables(name, reading)
         return [*found, *lint_tables([self]), *(self.change.tables() if self.change else [])]
+
+    def kept_tables(self, full: bool = False) -> list[Table]:
+        """Return the tables of the values that are saved and of the operations that run twice."""
+        longest = EVERYTHING if full else SHORT
+        saved = [saved_table(self, longest)] if self.saved else []
+        return saved + ([recomputed_table(self, longest)] if self.recomputed else [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,9 @@ from remat_kit._inspect.reading import Reading
 from remat_kit._inspect.recomputed import Recomputed
 from remat_kit._inspect.residuals import Residual
 from remat_kit._inspect.verdict import Verdict
+from remat_kit._inspect.whatif import worthwhile
 from remat_kit._policy.structural import Planned
+from remat_kit._program.paths import folded
 from remat_kit._program.paths import roll_up as roll_up
 from remat_kit._show.table import Table, cut
 from remat_kit._units import format_bytes, format_flops, format_percent, format_seconds
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
     from remat_kit._inspect.report import Report
 
 NO_POLICY = "none"
+
+
+# The rows of a table whose first rows hold nearly everything, and more rows than any table has.
+SHORT, EVERYTHING = 15, 100_000
 
 
 def policy_text(policy: Any) -> str:
@@ -79,6 +86,11 @@ def of_model(model: str) -> str:
     return f" of {model}" if model else ""
 
 
+def today() -> str:
+    """Return the date on which a report is written."""
+    return datetime.date.today().isoformat()
+
+
 def versions() -> dict[str, str]:
     """Return the versions of the libraries that the figures depend on."""
     found = {}
@@ -121,7 +133,9 @@ def memory_table(reports: Sequence[Report]) -> Table:
     columns = ("target", "policy", "temp", "peak", "reached in", "host", "fits", "headroom")
     columns += ("computed twice", "step ≥")
     notes = tuple(dict.fromkeys(n for r in reports for n in r.notes))
-    return Table("compiled", columns, tuple(rows), footer="\n".join(f"note: {n}" for n in notes))
+    footer = "\n".join(f"note: {n}" for n in notes)
+    spare = ("host", "computed twice", "reached in", "headroom", "step ≥")
+    return Table("compiled", columns, tuple(rows), footer, spare)
 
 
 def _memory_row(name: str, report: Report, base: Memory | None) -> tuple[str, ...]:
@@ -157,11 +171,12 @@ def reading_tables(name: str, reading: Reading) -> list[Table]:
                 f"remat_kit.policy({c.policy!r}, at={c.at!r})",
             )
             for c in reading.what_if
-            if c.saved_bytes
+            if worthwhile(c, reading.peak.bytes, reading.estimate.seconds)
         ]
         columns = ("recompute", "peak", "FLOPs", "the next peak", "how")
         title = f"what recomputing would change on {name}, as predicted from this program"
-        tables += [Table(title, columns, tuple(rows))] if rows else []
+        # How to do it can be read from the module; the page and --full show it.
+        tables += [Table(title, columns, tuple(rows), spare=("how",))] if rows else []
     return tables
 
 
@@ -183,7 +198,7 @@ def _peak_table(name: str, peak: Peak) -> Table:
         title += format_bytes(abs(peak.packing_bytes))
     columns = ("bytes", "array", "op", "module or argument", "made in", "source")
     shown, more = cut(rows, "kinds of buffers", 15)
-    return Table(title, columns, shown, more)
+    return Table(title, columns, shown, more, ("op", "made in", "source"))
 
 
 def _regions_table(name: str, reading: Reading) -> Table:
@@ -192,11 +207,11 @@ def _regions_table(name: str, reading: Reading) -> Table:
         key = (roll_up(verdict.module), verdict.verdict, verdict.message)
         groups.setdefault(key, []).append(verdict)
     rows = []
-    for (module, verdict, message), found in groups.items():
+    for (_, verdict, message), found in groups.items():
         known = [v.saved_bytes for v in found if v.saved_bytes is not None]
         rows.append(
             (
-                _rolled(module, len(found)),
+                _folded([v.module for v in found]),
                 verdict,
                 format_bytes(sum(known)) if known else "?",
                 format_flops(sum(v.recomputed_flops for v in found)),
@@ -206,33 +221,36 @@ def _regions_table(name: str, reading: Reading) -> Table:
         )
     columns = ("region", "verdict", "saves", "recomputes", "takes ≥", "why")
     shown, more = cut(rows, "regions")
-    return Table(f"regions on {name}", columns, shown, more)
+    return Table(f"regions on {name}", columns, shown, more, ("takes ≥", "recomputes"))
 
 
-def _rolled(path: str, blocks: int) -> str:
-    return f"{path or '(no module)'}{f' ×{blocks}' if blocks > 1 else ''}"
+def _folded(modules: Sequence[str]) -> str:
+    """Return modules with one rolled-up path as one name, and how many they are."""
+    blocks = list(dict.fromkeys(modules))
+    many = f" ×{len(blocks)}" if len(blocks) > 1 else ""
+    return f"{folded(blocks) or '(no module)'}{many}"
 
 
-def saved_table(report: Report) -> Table:
+def saved_table(report: Report, longest: int = SHORT) -> Table:
     groups: dict[tuple[Any, ...], list[Residual]] = {}
     for r in report.saved:
         key = (roll_up(r.module), r.primitive, r.dtype, r.shape, r.source, roll_up(r.reason))
         groups.setdefault((*key, r.memory), []).append(r)
     ordered = sorted(groups.items(), key=lambda g: -sum(r.bytes for r in g[1]))
     rows = []
-    for (module, primitive, dtype, shape, source, reason, memory), found in ordered:
-        blocks = len({r.module for r in found})
+    for (_, primitive, dtype, shape, source, reason, memory), found in ordered:
         size = format_bytes(sum(r.bytes for r in found))
         where = "" if memory == "device" else f" on {memory}"
         count = f"{len(found)} × " if len(found) > 1 else ""
         array = f"{count}{_array(dtype, shape)}"
-        rows.append((size + where, array, primitive, _rolled(module, blocks), source, reason))
+        module = _folded([r.module for r in found])
+        rows.append((size + where, array, primitive, module, source, reason))
     total = f"kept for the backward pass: {format_bytes(report.saved_bytes)}"
     if report.offloaded_bytes:
         total += f" on the device, {format_bytes(report.offloaded_bytes)} on the host"
-    shown, more = cut(rows, "kinds of values")
+    shown, more = cut(rows, "kinds of values", longest)
     columns = ("bytes", "array", "primitive", "module", "source", "why")
-    return Table(total, columns, shown, more)
+    return Table(total, columns, shown, more, ("why", "primitive", "source"))
 
 
 def _array(dtype: str, shape: Sequence[int]) -> str:
@@ -243,14 +261,14 @@ def _no_flops(found: Sequence[Recomputed]) -> str:
     return "free" if all(r.cost_known for r in found) else "unknown"
 
 
-def recomputed_table(report: Report) -> Table:
+def recomputed_table(report: Report, longest: int = SHORT) -> Table:
     groups: dict[tuple[Any, ...], list[Recomputed]] = {}
     for r in report.recomputed:
         key = (roll_up(r.module), r.primitive, r.dtype, r.shape, r.source)
         groups.setdefault(key, []).append(r)
     ordered = sorted(groups.items(), key=lambda g: -sum(r.flops for r in g[1]))
     rows = []
-    for (module, primitive, dtype, shape, source), found in ordered:
+    for (_, primitive, dtype, shape, source), found in ordered:
         flops = sum(r.flops for r in found)
         rows.append(
             (
@@ -258,7 +276,7 @@ def recomputed_table(report: Report) -> Table:
                 str(sum(r.count for r in found)),
                 primitive,
                 _array(dtype, shape),
-                _rolled(module, len({r.module for r in found})),
+                _folded([r.module for r in found]),
                 source,
             )
         )
@@ -266,8 +284,9 @@ def recomputed_table(report: Report) -> Table:
     if report.forward_flops:
         share = format_percent(report.recomputed_flops / report.forward_flops)
         total += f", {share} of the forward pass"
-    shown, more = cut(rows, "kinds of operations")
-    return Table(total, ("FLOPs", "count", "primitive", "array", "module", "source"), shown, more)
+    shown, more = cut(rows, "kinds of operations", longest)
+    columns = ("FLOPs", "count", "primitive", "array", "module", "source")
+    return Table(total, columns, shown, more, ("count", "array", "source"))
 
 
 def unknown_table(report: Report) -> Table:

@@ -70,7 +70,7 @@ from remat_kit._program import step as _step
 from remat_kit._program.gradient import Argnums, abstract
 from remat_kit._show import figures as _figures
 from remat_kit._show.table import Table, document
-from remat_kit._units import format_bytes
+from remat_kit._units import format_bytes, format_flops
 
 Tick = Callable[[str], None]
 
@@ -160,9 +160,14 @@ class Frontier:
         others = (policy_of(f.graph, p.schedule) for f, p in zip(self.others, point.others))
         return _structural.joined([own, *others], step=self.of_step)
 
-    def table(self, most: int = 24) -> Table:
-        """Return a table of at most ``most`` points, spread evenly over all points."""
-        shown = _thinned(self.points, most)
+    def table(self, most: int = 24, *, full: bool = False) -> Table:
+        """Return a table of at most ``most`` points, spread evenly over all points.
+
+        Args:
+            most: the number of points.
+            full: whether the table has all points, their FLOPs and their segments.
+        """
+        shown = list(self.points) if full else _thinned(self.points, most)
         columns = {
             "peak": [format_bytes(p.predicted_peak_bytes) for p in shown],
             "saved": [format_bytes(p.saved_bytes) for p in shown],
@@ -173,6 +178,9 @@ class Frontier:
         }
         if not any(p.host_bytes for p in self.points):
             del columns["on the host"]
+        if full:
+            columns["recomputed"] = [format_flops(p.extra_flops) for p in shown]
+            columns["segments"] = [str(len(p.schedule)) for p in shown]
         title = f"{self.target}: predicted peak, and extra work as a share of the forward pass"
         return Table(title, tuple(columns), tuple(zip(*columns.values(), strict=True)))
 
@@ -301,8 +309,9 @@ def search_frontier(
     """Return the frontier of a loss or a step on a chip; errors name the function ``call``."""
     begun = time.perf_counter()
     check_options(objective, offload, chip, call)
-    tick("tracing")
-    graph = _build.trace(fn, args, chip, argnums, call=call)
+    with _collection_put_off():
+        tick("tracing the loss")
+        graph = _build.trace(fn, args, chip, argnums, call=call)
     given, made = sizes_of(graph, args, argnums, call)
     if optimizer is not None:
         state = _step.state_of(optimizer, args, argnums, call)
@@ -366,7 +375,7 @@ def frontier_of(
             host_bandwidth=chip.host_bandwidth_bytes_per_second if offload else 0.0,
             worth=worth,
         )
-        tick("bounds")
+        tick("computing lower bounds")
         bounds = _bounds.bounds(graph)
 
     def point(schedule: Schedule[int]) -> Point:

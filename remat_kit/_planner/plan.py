@@ -29,7 +29,7 @@ from remat_kit._policy.structural import Planned
 from remat_kit._program import paths as _paths
 from remat_kit._program.gradient import Argnums
 from remat_kit._show.table import Table
-from remat_kit._units import format_bytes
+from remat_kit._units import format_bytes, format_flops
 
 # The rest of the planner is imported by the functions that plan: it takes 0.1 s, and reading the
 # name `remat_kit.plan` does not need it.
@@ -188,14 +188,17 @@ class Plan(Planned):
                 m.module or "(no module)",
                 format_bytes(m.saved_bytes) if m.saved_bytes else "",
                 format_bytes(m.offloaded_bytes) if m.offloaded_bytes else "",
-                f"{m.equations} operations, {m.recomputed_flops / 1e9:.3g} GFLOP"
-                if m.equations
-                else "",
+                _operations(m) if m.equations else "",
                 _why(m),
             )
             for m in self.modules
         ]
         return Table(str(self), ("module", "saved", "offloaded", "recomputed", "why"), tuple(rows))
+
+
+def _operations(m: ModulePlan) -> str:
+    count = "1 operation" if m.equations == 1 else f"{m.equations} operations"
+    return f"{count}, {format_flops(m.recomputed_flops)}" if m.recomputed_flops else count
 
 
 def _why(m: ModulePlan) -> str:

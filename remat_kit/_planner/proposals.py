@@ -162,7 +162,7 @@ def _simulated(
     loops: dict[int, list[LoopPlan[int]]] = {}
     for e in graph.equations:
         if e.loop is not None:
-            tick(f"the scan at {e.module or 'the top'}")
+            tick(f"planning the scan at {e.module or 'the top'}")
             loops[e.index] = loop_plans(e, worth, host_bandwidth)
     bandwidth = host_bandwidth or math.inf
     seen: set[Schedule[int]] = set()
@@ -272,7 +272,7 @@ class _Problem:
     @functools.cached_property
     def keeps(self) -> list[frozenset[int]]:
         """The empty set, and the arrays that the minimum cut at each price saves."""
-        self.tick("what to keep")
+        self.tick("choosing what to save")
         return list(dict.fromkeys([frozenset(), *(self.cutter.cut(p).keep for p in self.prices)]))
 
     @functools.cached_property
@@ -347,7 +347,7 @@ def _solved(problem: _Problem, chain: Chain) -> Iterator[Schedule[int]]:
     outer = set(problem.keeps)
     more = [frozenset(), _products(graph), frozenset(graph.residuals)]
     layers = [Layer(chain, level, more) for level in kept if level.keep in outer]
-    problem.tick(f"schedules of {chain.count} blocks")
+    problem.tick(f"searching the schedules of {chain.count} blocks")
     lean = [composer.solve(top * s, steps, layers) for s in ((0.5, 0.3) if few else (0.3,))]
     full = composer.solve(top, steps, layers if few or not lean[0] else ())
     # If nothing fits half of ``top``, search again with finer steps just above the minimum.

@@ -39,7 +39,7 @@ from remat_kit._program import paths as _paths
 from remat_kit._program import taken as _taken
 from remat_kit._program import traced as _traced
 from remat_kit._program.flow import Numbering
-from remat_kit._program.gradient import Argnums, Gradient, trace_gradient
+from remat_kit._program.gradient import Argnums, Gradient, abstract, trace_gradient
 from remat_kit._program.paths import Path
 from remat_kit._program.program import Program, bodies, without_region_boundaries
 from remat_kit._program.traced import CompilableProgram
@@ -413,6 +413,13 @@ class LossGradient:
     args: tuple[Any, ...]
     argnums: int | Sequence[int]
     loss: Loss | None = None
+
+    @property
+    def parameters(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of the arrays by which the loss is differentiated."""
+        positions = [self.argnums] if isinstance(self.argnums, int) else self.argnums
+        structs = abstract(self.args)
+        return jax.tree.leaves([structs[i] for i in positions])
 
 
 def gradients_of(

@@ -8,7 +8,7 @@ import re
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from remat_kit import _jax
@@ -63,7 +63,34 @@ def roll_up(path: str) -> str:
     >>> roll_up("GPT/block_11/mlp"), roll_up("GPT/layers/3/attn")
     ('GPT/block_*/mlp', 'GPT/layers/*/attn')
     """
-    return re.sub(r"(?<=_)\d+(?=/|$)|(?<=/)\d+(?=/|$)", "*", path)
+    return _NUMBER.sub("*", path)
+
+
+_NUMBER = re.compile(r"(?<=_)\d+(?=/|$)|(?<=/)\d+(?=/|$)")
+
+
+def folded(paths: Iterable[str]) -> str:
+    """Return module paths that differ in the numbers of repeated blocks as one, with the numbers.
+
+    >>> folded(f"GPT/block_{i}/mlp" for i in range(12)), folded(["GPT/block_3", "GPT/block_5"])
+    ('GPT/block_{0..11}/mlp', 'GPT/block_{3,5}')
+
+    Args:
+        paths: with one common result of `roll_up`.
+    """
+    paths = list(paths)
+    columns = zip(*(map(int, _NUMBER.findall(path)) for path in paths), strict=True)
+    texts = iter([_numbers(sorted(set(column))) for column in columns])
+    return _NUMBER.sub(lambda _: next(texts), paths[0])
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    if first == last:
+        return str(first)
+    if last - first == len(numbers) - 1:
+        return f"{{{first}..{last}}}"
+    return f"{{{','.join(map(str, numbers))}}}" if len(numbers) <= 4 else "*"
 
 
 def short_path(file: str) -> str:

@@ -43,6 +43,12 @@ function seconds(s) {
   const [n, unit] = s >= 1 ? [s, "s"] : s >= 1e-3 ? [s * 1e3, "ms"] : [s * 1e6, "µs"];
   return `${Number(n.toPrecision(3))} ${unit}`;
 }
+function count(n) {
+  for (const [unit, size] of [["billion", 1e9], ["million", 1e6], ["thousand", 1e3]]) {
+    if (n >= size) return `${Number((n / size).toPrecision(3))} ${unit}`;
+  }
+  return String(n);
+}
 const percent = x => `${Number((100 * x).toPrecision(2))} %`;
 const many = n => n.toLocaleString("en-US");
 const times = (n, base) => base ? `×${(n / base).toFixed(2)}` : "";
@@ -66,7 +72,7 @@ function later(run, wait) {
 
 // -- what is shown ----------------------------------------------------------------------------
 
-const state = {policy: 0, target: D.targets[0] ?? null, by: "phase", against: null, theme: "auto", roll: true, resident: true};
+const state = {policy: 0, target: D.targets[0] ?? null, by: "phase", against: null, theme: "auto", zoom: null, roll: true, resident: true};
 readHash();
 
 function readHash() {
@@ -92,7 +98,7 @@ const base = () => none() === report() ? undefined : none();
 const here = what => report()[what]?.[state.target];
 
 function set(change) {
-  Object.assign(state, change);
+  Object.assign(state, {zoom: null}, change);
   writeHash();
   const top = window.scrollY;
   draw();
@@ -126,8 +132,12 @@ function chooser(name, options, current, choose) {
 
 function drawHead() {
   document.getElementById("model").textContent = D.model || "report";
-  document.getElementById("versions").textContent =
-    Object.entries(D.versions).map(([name, version]) => `${name} ${version}`).join(" · ");
+  const size = report().parameters
+    ? [`${count(report().parameters)} parameters, ${bytes(report().parameter_bytes)}`] : [];
+  const versions = Object.entries(D.versions).map(([name, version]) => `${name} ${version}`);
+  document.getElementById("versions").textContent = [...size, ...(D.date ? [D.date] : []), ...versions].join(" · ");
+  document.getElementById("command").textContent = D.command;
+  document.getElementById("headline").replaceChildren(...D.headline.split("`").map((text, i) => i % 2 ? el("code", {}, text) : text));
   const choosers = document.getElementById("choosers");
   const focused = document.activeElement?.closest?.("#choosers") ? document.activeElement.textContent : null;
   choosers.replaceChildren(...[
@@ -143,11 +153,11 @@ function draw() {
   drawHead();
   const sections = [
     ["summary", "Summary", cards],
+    ["help", "What would help", whatWouldHelp],
     ["policies", "Policies", policies],
     ["lints", "Lints", lints],
     ["timeline", "Timeline", timeline],
     ["peak", "At the peak", peak],
-    ["help", "What would help", whatWouldHelp],
     ["kept", "Kept", kept],
     ["recomputed", "Computed twice", recomputed],
     ["regions", "Regions", regions],
@@ -250,9 +260,7 @@ function cards() {
   }
   const top = here("peak");
   if (top) {
-    found.push(card("Live buffers at the peak", bytes(top.bytes), [
-      typeof top.packing_bytes !== "number" ? "" : top.packing_bytes < 0 ? `the compiler shares ${bytes(-top.packing_bytes)} more`
-        : `+ ${bytes(top.packing_bytes)} of the compiler's packing`,
+    found.push(card("The peak is in", `the ${top.phase}`, [top.module ? `of ${top.module}` : "",
       top.attributed_fraction === undefined ? "" : `${percent(Math.floor(top.attributed_fraction * 1000) / 1000)} known by module or argument`]));
   }
   if (!found.length) return null;
@@ -325,12 +333,21 @@ function lints() {
 
 // -- the timeline -----------------------------------------------------------------------------
 
-function bands(curve) {
+// The walk over the schedule counts the buffers that are alive. The compiler's figure is the peak that
+// the page shows everywhere: the difference, its packing, is constant over the schedule.
+const packingOf = top => top?.packing_bytes || 0;
+const peakOf = top => top.bytes + packingOf(top);
+
+function bands(curve, packing) {
   const series = curve[state.by === "module" ? "by_module" : "by_phase"];
   const names = Object.keys(series);
   if (state.by !== "module") names.sort((a, b) => PHASES.indexOf(a) - PHASES.indexOf(b));
-  const resident = {name: RESIDENT, fill: color("argument"), values: curve.bytes.map(() => curve.resident_bytes / curve.unit)};
-  return [...(curve.resident_bytes && state.resident ? [resident] : []), ...names.map((name, i) => ({
+  const constant = size => curve.bytes.map(() => size / curve.unit);
+  const resident = [
+    ...(curve.resident_bytes ? [{name: RESIDENT, fill: color("argument"), values: constant(Math.max(0, curve.resident_bytes + Math.min(0, packing)))}] : []),
+    ...(packing > 0 ? [{name: "the compiler's packing", fill: color("output"), values: constant(packing)}] : []),
+  ];
+  return [...(state.resident ? resident : []), ...names.map((name, i) => ({
     name, values: series[name],
     fill: state.by !== "module" ? color(name) : name === "(other)" ? color("other") : MODULES[i % MODULES.length],
   }))];
@@ -363,35 +380,40 @@ function timeline() {
   const resident = el("input", {type: "checkbox", id: "resident", onchange: () => { state.resident = resident.checked; paint(); }});
   resident.checked = state.resident;
   const whole = curve.resident_bytes ? el("label", {for: "resident"}, resident, ` ${RESIDENT}`) : null;
+  const out = el("button", {class: "plain", id: "zoom-out", type: "button", hidden: true, onclick: () => { state.zoom = null; paint(); }}, "whole schedule");
   let width = 0;
   function paint() {
     width = plot.clientWidth || 900;
-    drawPlot(plot, legend, live, curve, here("peak"), here("memory"), against, width);
+    drawPlot(plot, legend, live, curve, here("peak"), here("memory"), against, width, paint);
+    out.hidden = !state.zoom;
   }
   const top = here("peak");
-  const about = `${bytes(top ? top.bytes : Math.max(...curve.bytes) * curve.unit)} at the peak` +
+  const about = `${bytes(top ? peakOf(top) : Math.max(...curve.bytes) * curve.unit)} at the peak` +
     (top ? `, step ${many(top.step)} of ${many(top.steps)}, in the ${top.phase}${top.module ? ` of ${top.module}` : ""}` : "");
-  const node = section("Timeline", about, [whole, by, over], plot, legend, live);
+  const node = section("Timeline", `${about}; drag over a part to zoom in`, [out, whole, by, over], plot, legend, live);
   return {node, after: () => {
     paint();
     new ResizeObserver(() => { if (plot.clientWidth && plot.clientWidth !== width) paint(); }).observe(plot);
   }};
 }
 
-function drawPlot(plot, legend, live, curve, top, memory, against, width) {
+function drawPlot(plot, legend, live, curve, top, memory, against, width, repaint) {
   const height = 300, left = 66, right = 14, above = 22, below = 50, ribbon = 8;
-  const n = curve.steps.length, unit = curve.unit, stack = bands(curve);
+  const packing = packingOf(top), otherPacking = packingOf(against?.peak[state.target]);
+  const n = curve.steps.length, unit = curve.unit, stack = bands(curve, packing);
   const last = Math.max(curve.steps[n - 1], top ? top.steps - 1 : 0) + 1;
   const other = against?.timeline[state.target];
   const otherLast = other ? other.steps[other.steps.length - 1] + 1 : 1;
-  const less = state.resident ? 0 : curve.resident_bytes, otherLess = state.resident ? 0 : other?.resident_bytes;
+  const less = state.resident ? -packing : curve.resident_bytes, otherLess = state.resident ? -otherPacking : other?.resident_bytes;
   const sizes = curve.bytes.map(b => Math.max(0, b * unit - less)), peakSize = top && top.bytes - less;
   const otherSizes = other && other.bytes.map(b => Math.max(0, b * other.unit - otherLess));
   const highest = Math.max(...sizes, peakSize || 0, ...(otherSizes || []), 1);
   const capacity = state.resident ? memory?.memory_bytes : null;
   const limit = capacity && capacity < 1.5 * highest ? Math.max(capacity, highest) : highest;
   const ceiling = limit * 1.06, floor = height - below;
-  const x = step => left + (width - left - right) * step / last;
+  const [from, to] = state.zoom && state.zoom[0] < last ? state.zoom : [0, last];
+  const x = step => left + (width - left - right) * (step - from) / (to - from);
+  const stepAt = px => from + (px - left) / (width - left - right) * (to - from);
   const y = size => floor - (floor - above) * size / ceiling;
   // Memory is held from one step to the next, so the curve has corners.
   const stairs = (steps, end, values) => values.flatMap((v, i) => {
@@ -405,25 +427,28 @@ function drawPlot(plot, legend, live, curve, top, memory, against, width) {
     image.append(svg("line", {x1: left, x2: width - right, y1: y(size), y2: y(size), style: "stroke:var(--line)"}),
       svg("text", {x: left - 8, y: y(size) + 4, "text-anchor": "end"}, bytes(size)));
   }
+  const room = width - left - right;  // an image inside the image cuts off what is outside of the zoom
+  const drawn = svg("svg", {x: left, y: 0, width: room, height, viewBox: `${left} 0 ${room} ${height}`});
+  image.append(drawn);
   let under = new Array(n).fill(0);
   for (const band of stack) {
     const over = under.map((u, i) => u + band.values[i]);
     const there = stairs(curve.steps, last, over.map(o => o * unit));
     const back = stairs(curve.steps, last, under.map(u => u * unit)).reverse();
-    image.append(svg("path", {d: `M${there.join("L")}L${back.join("L")}Z`, style: `fill:${band.fill}`}, svg("title", {}, band.name)));
+    drawn.append(svg("path", {d: `M${there.join("L")}L${back.join("L")}Z`, style: `fill:${band.fill}`}, svg("title", {}, band.name)));
     under = over;
   }
   for (let start = 0; start < n;) {
     let end = start;
     while (end < n && curve.phases[end] === curve.phases[start]) end++;
-    const to = end < n ? curve.steps[end] : last;
-    image.append(svg("rect", {x: x(curve.steps[start]), width: Math.max(0.5, x(to) - x(curve.steps[start])), y: floor + 12, height: ribbon,
+    const until = end < n ? curve.steps[end] : last;
+    drawn.append(svg("rect", {x: x(curve.steps[start]), width: Math.max(0.5, x(until) - x(curve.steps[start])), y: floor + 12, height: ribbon,
       style: `fill:${color(curve.phase_names[curve.phases[start]])}`}, svg("title", {}, curve.phase_names[curve.phases[start]])));
     start = end;
   }
   image.append(svg("text", {x: left - 8, y: floor + ribbon + 12, "text-anchor": "end"}, "running"));
   for (let i = 0; i <= 6; i++) {
-    const step = Math.round((last - 1) * i / 6);
+    const step = Math.round(from + (to - from - 1) * i / 6);
     image.append(svg("text", {x: x(step), y: height - 8, "text-anchor": i === 0 ? "start" : i === 6 ? "end" : "middle"}, (i === 0 ? "step " : "") + many(step)));
   }
   if (capacity && capacity <= ceiling) {
@@ -432,15 +457,17 @@ function drawPlot(plot, legend, live, curve, top, memory, against, width) {
   }
   if (other) {
     const line = stairs(other.steps.map(s => s / otherLast * last), last, otherSizes).join("L");
-    image.append(svg("path", {d: `M${line}`, class: "against", style: "fill:none;stroke:var(--panel);stroke-width:3.5;opacity:.6"}),
+    drawn.append(svg("path", {d: `M${line}`, class: "against", style: "fill:none;stroke:var(--panel);stroke-width:3.5;opacity:.6"}),
       svg("path", {d: `M${line}`, style: "fill:none;stroke:var(--ink);stroke-width:1.5;stroke-dasharray:5 3"}));
   }
   if (top) {
     const px = x(top.step), py = y(peakSize), late = px > width * 0.7;
-    image.append(svg("line", {x1: px, x2: px, y1: py, y2: floor + ribbon + 12, class: "peak-line", style: "stroke:var(--ink);stroke-dasharray:2 2"}),
+    drawn.append(svg("line", {x1: px, x2: px, y1: py, y2: floor + ribbon + 12, class: "peak-line", style: "stroke:var(--ink);stroke-dasharray:2 2"}),
       svg("circle", {cx: px, cy: py, r: 4, style: "fill:var(--ink);stroke:var(--panel);stroke-width:1.5"}),
       svg("text", {x: px + (late ? -8 : 8), y: Math.max(12, py - 6), class: "peak-text", "text-anchor": late ? "end" : "start"}, `peak ${bytes(peakSize)}`));
   }
+  const chosen = svg("rect", {y: above, height: floor - above, style: "fill:var(--accent);opacity:.2", width: 0});
+  image.append(chosen);
   const cursor = svg("line", {y1: above, y2: floor, style: "stroke:var(--ink);opacity:0"});
   image.append(cursor);
   const tip = el("div", {class: "tip", hidden: true});
@@ -468,23 +495,48 @@ function drawPlot(plot, legend, live, curve, top, memory, against, width) {
       ...lines.map(([b, size]) => line([dot(b.fill), b.name].slice(0), bytes(size))),
       ...(beside === null ? [] : [line(`${against.name} at ${percent(step / last)}`, bytes(beside), "muted")]));
     tip.hidden = false;
-    const room = plot.clientWidth, wide = tip.offsetWidth;
-    const shift = px * room / width;
-    tip.style.left = `${Math.max(0, shift + 14 + wide > room ? shift - 14 - wide : shift + 14)}px`;
+    const whole = plot.clientWidth, wide = tip.offsetWidth;
+    const shift = px * whole / width;
+    tip.style.left = `${Math.max(0, shift + 14 + wide > whole ? shift - 14 - wide : shift + 14)}px`;
     tip.style.top = "26px";
     if (aloud) live.textContent = `step ${step}, ${phase}, ${bytes(total)}`;
   }
   function hide() { tip.hidden = true; cursor.style.opacity = 0; }
-  image.addEventListener("pointermove", event => {
+  const pointed = event => {
     const box = image.getBoundingClientRect();
-    const step = ((event.clientX - box.left) * width / box.width - left) / (width - left - right) * last;
+    return (event.clientX - box.left) * width / box.width;
+  };
+  // Dragging over a part of the schedule shows that part alone.
+  let begun = null;
+  image.addEventListener("pointerdown", event => { if (event.pointerType === "mouse") begun = pointed(event); });
+  image.addEventListener("pointerup", event => {
+    const range = begun === null ? [0, 0] : [begun, pointed(event)].map(stepAt).sort((a, b) => a - b);
+    begun = null;
+    chosen.setAttribute("width", 0);
+    if (range[1] - range[0] > (to - from) / 100) zoomTo(Math.max(from, range[0]), Math.min(to, range[1]));
+  });
+  image.addEventListener("dblclick", () => zoomTo(0, last));
+  function zoomTo(a, b) {
+    const wide = Math.max(2, b - a), start = Math.max(0, Math.min(a, last - wide));
+    state.zoom = wide >= last ? null : [start, Math.min(last, start + wide)];
+    repaint();
+  }
+  image.addEventListener("pointermove", event => {
+    const px = pointed(event), step = stepAt(px);
+    if (begun !== null) {
+      chosen.setAttribute("x", Math.min(begun, px));
+      chosen.setAttribute("width", Math.abs(px - begun));
+    }
     show(Math.max(0, nearest(curve.steps, step) - (curve.steps[nearest(curve.steps, step)] > step ? 1 : 0)));
   });
   image.addEventListener("pointerleave", hide);
   image.addEventListener("blur", hide);
   image.addEventListener("keydown", event => {
     const move = {ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20}[event.key];
-    if (event.key === "Escape") return hide();
+    if (event.key === "Escape") { hide(); return state.zoom ? zoomTo(0, last) : undefined; }
+    const middle = curve.steps[index], half = (to - from) / 4;
+    if (event.key === "+") return zoomTo(middle - half, middle + half);
+    if (event.key === "-") return zoomTo(middle - 4 * half, middle + 4 * half);
     if (move) show(index + move, true);
     else if (event.key === "Home") show(0, true);
     else if (event.key === "End") show(n - 1, true);
@@ -573,9 +625,10 @@ function peak() {
     {title: "source", get: b.source, show: place},
     {title: "kind", get: b.kind},
   ], "buffers alive at the peak", 0);
-  const map = treemap(b);
+  const map = treemap(b, top);
   const phases = Object.entries(top.by_phase || {});
-  const node = section("Alive at the peak", `${many(b.count + b.left)} buffers, ${bytes(top.bytes)}`, null,
+  const node = section("Alive at the peak", `${many(b.count + b.left)} buffers, ${bytes(peakOf(top))}` + (packingOf(top)
+    ? packingOf(top) > 0 ? ` with ${bytes(packingOf(top))} of the compiler's packing` : `; the compiler lets some of them share ${bytes(-packingOf(top))}` : ""), null,
     el("div", {class: "legend", style: "margin:0 0 6px"}, phases.map(([name, size]) => el("span", {}, dot(color(name)), name, el("b", {}, bytes(size))))),
     map.node,
     el("div", {class: "head", style: "margin-top:12px"}, el("h3", {style: "margin:0"}, "Buffers"), el("div", {class: "tools"}, table.tools)),
@@ -583,7 +636,7 @@ function peak() {
   return {node, count: b.count + b.left, after: map.paint};
 }
 
-function treemap(b) {
+function treemap(b, top) {
   const root = {name: "all", size: 0, owners: {}, children: new Map(), parent: null};
   function add(names, size, owner, detail) {
     let node = root;
@@ -603,8 +656,10 @@ function treemap(b) {
       : [kind === "output" ? "outputs" : "arguments", ...module.replace(/\[(['"]?)(.*?)\1\]/g, "/$2").split("/")];
     add([...names, `${b.shape(i)} ${b.op(i)} ·${i}`], b.bytes(i), b.owner(i), `${b.shape(i)} ${b.op(i)}\n${b.source(i)}`);
   }
+  if (packingOf(top) > 0) add(["(the compiler's packing)"], packingOf(top), "output", "gaps between buffers, and scratch memory");
   if (b.left_amount) add(["(not listed)"], b.left_amount, "other", `${many(b.left)} buffers that are not listed`);
   squeeze(root);
+  const shown = n => bytes(n === root ? peakOf(top) : n.size);
 
   const crumbs = el("nav", {class: "crumbs", "aria-label": "part of the model"}), map = el("div", {class: "map"});
   const node = el("div", {}, crumbs, map);
@@ -619,7 +674,7 @@ function treemap(b) {
     width = map.clientWidth || 900;
     const line = path(current);
     crumbs.replaceChildren(...line.flatMap((n, i) => [i ? "/" : "",
-      n === current ? el("span", {}, `${label(n)}, ${bytes(n.size)}`)
+      n === current ? el("span", {}, `${label(n)}, ${shown(n)}`)
         : el("button", {type: "button", onclick: () => zoom(n, true)}, label(n))]));
     if (current === root) crumbs.append(el("span", {class: "muted"}, "click a part to see into it"));
     map.replaceChildren();

@@ -16,7 +16,7 @@ from typing import Any
 
 from remat_kit._show.figures import COLORS
 
-_LIMITS = (10_000, 3_000, 1_000, 300, 100)  # rows of a table, points of a curve
+_LIMITS = (10_000, 3_000, 1_000, 300, 100, 30)  # rows of a table, points of a curve
 
 
 _RESOLUTION = 50_000  # steps in the height of a curve
@@ -50,7 +50,7 @@ def page(
     data: Mapping[str, Any],
     *,
     diffs: Sequence[Mapping[str, Any]] | None = None,
-    most_bytes: int = 4 * 2**20,
+    most_bytes: int = 10**6,
 ) -> str:
     """Return a comparison of policies as one HTML page.
 
@@ -62,7 +62,7 @@ def page(
         data: as `Comparison.to_json` returns it; missing parts are not shown.
         diffs: as `Diff.to_json` returns them; each may name its ``policy``.
         most_bytes: the largest size of the page. If the tables are too long for it, they hold only
-            their largest rows, but at least 100, and say how many more there are.
+            their largest rows, but at least 30, and say how many more there are.
 
     Returns:
         The text of the page.
@@ -82,7 +82,7 @@ def inline(data: Mapping[str, Any], *, height: int = 760) -> str:
         data: as `Comparison.to_json` returns it.
         height: of the frame, in pixels.
     """
-    text = html.escape(page(data, most_bytes=2**19))
+    text = html.escape(page(data, most_bytes=300_000))
     return (
         f'<iframe srcdoc="{text}" title="remat_kit report" '
         'sandbox="allow-scripts" style="width:100%;border:1px solid #8884;border-radius:6px;'
@@ -121,6 +121,7 @@ class _Packed:
         policies = [self.report(report) for report in data.get("policies", ())]
         return {
             "model": _model(data.get("model")),
+            **{key: str(data.get(key) or "") for key in ("headline", "command", "date")},
             "versions": dict(data.get("versions") or {}),
             "policies": policies,
             "targets": list(dict.fromkeys(t for p in policies for t in p["memory"])),
@@ -138,6 +139,7 @@ class _Packed:
             "name": report.get("policy", ""),
             **{k: report.get(k) for k in ("saved_bytes", "offloaded_bytes")},
             **{k: report.get(k) for k in ("recomputed_flops", "forward_flops")},
+            **{k: report.get(k) for k in ("parameters", "parameter_bytes")},
             **by_target,
             "saved": self.arrays(report.get("saved"), _SAVED),
             "inputs": self.arrays(report.get("inputs"), _SAVED),
@@ -145,7 +147,14 @@ class _Packed:
             "peak": {t: self.peak(p) for t, p in (report.get("peak") or {}).items() if p},
             "timeline": {t: self.curve(c) for t, c in (report.get("timeline") or {}).items() if c},
             "regions": self.tables(report.get("regions"), _REGIONS, by="saved_bytes"),
-            "what_if": self.tables(report.get("counterfactuals"), _WHAT_IF, by="saved_bytes"),
+            "what_if": self.tables(
+                {
+                    target: [r for r in rows or () if r.get("worthwhile", True)]
+                    for target, rows in (report.get("counterfactuals") or {}).items()
+                },
+                _WHAT_IF,
+                by="saved_bytes",
+            ),
             "compiled": self.tables(report.get("hlo_recomputed"), _COMPILED, by="flops"),
             "notes": list(report.get("notes") or ()),
             "lints": [dict(lint) for lint in report.get("lints") or ()],

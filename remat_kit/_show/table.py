@@ -1,8 +1,9 @@
 """Tables and lines of text that print as plain text, in a terminal and in a notebook.
 
-The package `rich` draws the tables in a terminal. This module writes the plain text for pipes,
-files and doctests itself, which takes eight lines and no import (`rich` takes 0.03 s of processor
-time), and the HTML too, because that of `rich` does not follow the colours of a notebook.
+The package `rich` prints them in a terminal, where `terminal` fits the tables into its width. This
+module writes the plain text for pipes, files and doctests itself, which takes eight lines and no
+import (`rich` takes 0.03 s of processor time), and the HTML too, because that of `rich` does not
+follow the colours of a notebook.
 """
 
 from __future__ import annotations
@@ -12,10 +13,16 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
+from remat_kit._show.terminal import laid_out, wrapped
+
 
 @dataclasses.dataclass(frozen=True)
 class Table:
     """Rows of text with three renderings.
+
+    Attributes:
+        title, columns, rows, footer: its texts.
+        spare: the columns that a narrow terminal leaves out, the first one first.
 
     >>> print(Table("fruit", ("name", "number"), (("apple", "2"),)))
     fruit
@@ -28,6 +35,7 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     footer: str = ""
+    spare: tuple[str, ...] = ()
 
     def text(self) -> str:
         """Return the table as plain text with padded columns."""
@@ -40,23 +48,8 @@ class Table:
         return self.text()
 
     def rich(self) -> Any:
-        """Return the table for `rich`."""
-        from rich import box
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        table = RichTable(
-            title=Text(self.title),
-            caption=Text(self.footer) if self.footer else None,
-            title_justify="left",
-            caption_justify="left",
-            box=box.SIMPLE_HEAD,
-        )
-        for column in self.columns:
-            table.add_column(Text(column), overflow="fold")
-        for row in self.rows:
-            table.add_row(*map(Text, row))
-        return table
+        """Return the table for `rich`, fitted into the width of the terminal."""
+        return _Fitted(self)
 
     def html(self) -> str:
         """Return the table as HTML that inherits the colours of the page."""
@@ -73,6 +66,31 @@ class Table:
             f'<caption style="text-align:left;font-weight:bold">{html.escape(self.title)}</caption>'
             f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{footer}"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fitted:
+    """A table as `rich` prints it."""
+
+    table: Table
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        del console
+        width = options.max_width
+        laid = laid_out(self.table.columns, self.table.rows, width, self.table.spare)
+        yield _unwrapped(wrapped(self.table.title, width), "bold")
+        if laid.head:
+            yield _unwrapped([laid.head], "cyan")
+        yield _unwrapped(laid.body, "")
+        notes = filter(None, (*laid.notes, self.table.footer))
+        if lines := [line for text in notes for line in wrapped(text, width)]:
+            yield _unwrapped(lines, "dim")
+
+
+def _unwrapped(lines: Sequence[str], style: str) -> Any:
+    from rich.text import Text
+
+    return Text("\n".join(lines), style=style, no_wrap=True, overflow="ignore")
 
 
 # For each mark of a line: its style in a terminal, and its colour in a notebook, which has a medium
@@ -140,7 +158,8 @@ class Shown:
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
         del console, options
-        for table in self.tables():
+        for number, table in enumerate(self.tables()):
+            yield from [""] * bool(number)
             yield table.rich()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:

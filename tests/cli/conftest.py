@@ -1,9 +1,16 @@
 """Fixtures for the tests of the command line."""
 
+import functools
+import json
 import pathlib
+import sys
 import textwrap
 
+import jsonschema
 import pytest
+
+from remat_kit._cli import output as _output
+from remat_kit._cli.schema import schema
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -41,3 +48,29 @@ def model(tmp_path):
         return path
 
     return model
+
+
+@pytest.fixture(autouse=True)
+def answers_follow_their_schemas(monkeypatch):
+    """Check what each command of these tests writes as JSON, or would write, against its schema."""
+    from remat_kit._cli import arguments as _arguments
+
+    def checked(answer, options, plain, *rest):
+        if options.command != "schema":  # what that one writes is a schema
+            written = json.loads(json.dumps(plain), parse_constant=refused)
+            validator(options.command).validate(written)
+        return answer(options, plain, *rest)
+
+    def refused(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    for run, *_ in _arguments._COMMANDS.values():
+        module = sys.modules[run.__module__]
+        if hasattr(module, "answer"):
+            wrapped = functools.partial(checked, _output.answer)
+            monkeypatch.setattr(module, "answer", wrapped)
+
+
+@functools.cache
+def validator(command):
+    return jsonschema.Draft202012Validator(schema(command))

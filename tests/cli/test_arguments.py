@@ -60,8 +60,10 @@ CASES = {
         "--optimizer": (["adam"], []),
         "--target": (["cpu@1GiB"], []),
         "--size": (["batch=16"], []),
+        "--full": ([], []),
     },
     "plan": {
+        "--full": ([], []),
         "--policy": (["dots"], []),
         "--at": (["block_*"], []),
         "--target": (["cpu@1GiB"], []),
@@ -72,6 +74,7 @@ CASES = {
         "--offload": ([], []),
     },
     "frontier": {
+        "--full": ([], []),
         "--policy": (["dots"], []),
         "--at": (["block_*"], []),
         "--target": (["h100"], []),
@@ -83,6 +86,7 @@ CASES = {
         "--html": (["FILE.html"], []),
     },
     "max-batch": {
+        "--full": ([], []),
         "--policy": (["nothing"], []),
         "--at": (["block_0"], ["--policy", "nothing"]),
         "--target": (["cpu@128KiB"], []),
@@ -94,6 +98,7 @@ CASES = {
         "--at-most": (["9"], []),
     },
     "fit": {
+        "--full": ([], []),
         "--policy": (["nothing"], []),
         "--at": (["block_0"], ["--policy", "nothing"]),
         "--target": (["cpu@128KiB"], []),
@@ -109,16 +114,18 @@ CASES = {
         "--size": (["batch=banana"], []),
         "--compiles": (["0"], []),
     },
+    "mcp": {},
     "models": {},
-    "policies": {},
-    "targets": {},
+    "policies": {"--full": ([], [])},
+    "targets": {"--full": ([], [])},
+    "completion": {},
+    "schema": {},
 }
 # What a command cannot do without.
 BASE = {
     "plan": ["--budget", "min"],
     "max-batch": ["--target", "cpu@64KiB"],
     "fit": ["--batch", "4", "--target", "cpu@64KiB"],
-    "policies": ["nothing"],
 }
 EVERYWHERE = {"--help", "--json", "--debug"}
 REQUIRED = {"--budget", "--arch", "--batch"}
@@ -168,7 +175,7 @@ def run(model, capsys, tmp_path):
         words = [
             w.replace("FILE", where["FILE"]).replace("EARLIER", where["EARLIER"]) for w in words
         ]
-        first = [str(model)] if command not in ("bench", "models", "policies", "targets") else []
+        first = [str(model)] if command in _arguments._MODEL else []
         status = _main.main([command, *first, *BASE.get(command, []), *words])
         out, err = capsys.readouterr()
         return status, out, err, {p.name for p in tmp_path.iterdir()}

@@ -62,7 +62,7 @@ def process(*argv, **kwargs):
         (["measure", "README.md:build"], "not a Python file", ".py"),
         (["measure", "--policy", "dots", MLP], "required: FILE_OR_MODULE", "comes first"),
         (["measure"], "required: FILE_OR_MODULE", "comes first"),
-        (["mesure", MLP], "invalid choice: 'mesure'", "--help"),
+        (["mesure", MLP], "no command is named 'mesure'", "'measure'"),
         (["policies", "dot"], "no preset is named 'dot'", "'dots'"),
         (["policies", "uniform:x"], "not of the type 'int'", "uniform:2"),
         ([], "required: COMMAND", "--help"),

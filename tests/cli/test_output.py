@@ -1,14 +1,20 @@
 """Files and pipes that commands write to."""
 
+import contextlib
 import json
 import os
 import pathlib
+import pty
+import shlex
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from remat_kit._cli import arguments as _arguments
 from remat_kit._cli import commands as _commands
+from remat_kit._cli import main as _main
 
 ROOT = pathlib.Path(__file__).parents[2]
 MLP = "models/mlp.py:build"
@@ -105,3 +111,127 @@ def test_files_are_checked_before_the_work(refused, monkeypatch, words, wanted):
     message, hint = refused("inspect", MLP, *words)
     assert message.startswith(wanted)
     assert hint
+
+
+# -- terminals --------------------------------------------------------------------------------
+
+GPT = ["models/gpt.py:build", "--size", "size=tiny", "batch=2"]
+NARROW = ["--size", "features=16", "hidden=32"]
+CAPTURED = {
+    "inspect": ["inspect", MLP, *SMALL, "--policy", "dots", "--target", "cpu"],
+    "inspect alone": ["inspect", *GPT, "--target", "cpu"],
+    "measure": [
+        "measure",
+        MLP,
+        *SMALL,
+        "--policy",
+        "dots",
+        "nothing",
+        "--target",
+        "cpu",
+        "cpu@1GiB",
+    ],
+    "plan": ["plan", MLP, *SMALL, "--budget", "min"],
+    "fit": ["fit", MLP, *NARROW, "--policy", "dots", "--batch", "8,16,32,64"],
+    "policies": ["policies"],
+    "targets": ["targets"],
+    "frontier": ["frontier", MLP, *SMALL],
+    "max-batch": ["max-batch", MLP, *NARROW, "--policy", "dots", "--target", "cpu@100KiB"],
+}
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Run a command whose standard output is a terminal, and return the lines that it shows."""
+
+    def terminal(argv, width):
+        ours, theirs = pty.openpty()
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("TERM", "dumb")
+        parts = []
+
+        def read():
+            with contextlib.suppress(OSError):  # the other side has closed
+                while chunk := os.read(ours, 65536):
+                    parts.append(chunk)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        with open(theirs, "w", encoding="utf-8") as stream:
+            monkeypatch.setattr(sys, "stdout", stream)
+            status = _main.main(argv)
+            monkeypatch.undo()
+        reader.join()
+        os.close(ours)
+        assert status == 0
+        return b"".join(parts).decode().replace("\r\n", "\n").splitlines()
+
+    return terminal
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_terminal_breaks_no_word(terminal, run, monkeypatch, name):
+    argv = CAPTURED[name]
+    monkeypatch.chdir(ROOT)
+    _, whole, _ = run(*argv)
+    words = set(whole.split())
+    for width in (80, 120):
+        monkeypatch.chdir(ROOT)
+        lines = terminal(argv, width)
+        for line in lines:
+            parts = line.split()
+            # A word may be longer than the terminal is wide; then it has a line of its own.
+            assert len(line.rstrip()) <= width or len(parts) <= 2, line
+            for word in parts:
+                assert (
+                    word in words
+                    or word.endswith("…")
+                    or word.startswith("…/")
+                    or (line.startswith(LAID_OUT))
+                ), (word, line)
+
+
+# The lines that the layout adds: they consist of names of columns and of cells.
+LAID_OUT = ("in every row: ", "without the columns ", "with long names cut")
+
+
+def test_a_terminal_says_once_what_is_the_same_in_every_row(terminal, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    lines = terminal(CAPTURED["fit"], 80)
+    (said,) = (line for line in lines if line.startswith("in every row: "))
+    assert "target cpu" in said
+    assert not any(line.startswith("target") for line in lines)
+
+
+def test_full_shows_every_column_of_a_terminal(terminal, run, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    argv = [*CAPTURED["measure"], "--full"]
+    _, whole, _ = run(*argv)
+    monkeypatch.chdir(ROOT)
+    table = whole[whole.index("memory\n") :]
+    assert "\n".join(terminal(argv, 80)).endswith(table.rstrip("\n"))
+
+
+def test_inspect_with_a_policy_shows_what_it_keeps(run):
+    _, out, _ = run("inspect", *GPT, "--policy", "dots")
+    assert "with dots, kept for the backward pass: " in out
+    assert "GPT/block_{0..1}/mlp/up ×2" in out
+    assert "with dots, computed twice: " in out
+
+
+def test_presets_are_grouped_by_origin(run):
+    _, out, _ = run("policies")
+    titles = [part.splitlines()[0] for part in out.split("\n\n")]
+    assert titles == ["JAX", *sorted(titles[1:], key=str.lower)]
+    assert {"MaxText", "Megatron-LM", "Pax", "MindSpore"} <= set(titles)
+
+
+def test_every_example_in_the_help_is_a_call():
+    parser = _arguments.argument_parser()
+    (commands,) = (a.choices for a in parser._actions if isinstance(a.choices, dict))
+    for name, command in commands.items():
+        text = command.format_help()
+        example = text[text.index("example:\n") :].splitlines()[1].partition(" > ")[0]
+        words = shlex.split(example)
+        assert words[:2] == ["remat-kit", name]
+        assert parser.parse_args(words[1:]).command == name
