@@ -64,6 +64,7 @@ from ._policy.selectors import primitive as primitive
 from ._policy.selectors import smaller_than as smaller_than
 from ._policy.selectors import source as source
 from ._policy.selectors import where as where
+from ._policy.structural import auto as auto
 from ._policy.structural import block as block
 from ._policy.structural import nested as nested
 from ._policy.structural import planned as planned

@@ -28,6 +28,7 @@ from jax._src import (
     core,
     custom_derivatives,
     debugging,
+    distributed,
     effects,
     linear_util,
     sharding_impls,
@@ -1066,15 +1067,14 @@ def catching(catcher: Callable[[Differentiated], Callable[..., Any]]) -> Iterato
 
 
 @contextlib.contextmanager
-def catching_nothing() -> Iterator[None]:
-    """Hand no function to a catcher that is active outside of this context."""
-    with _catchers(()):
+def outside_of_traces() -> Iterator[None]:
+    """Run as if nothing was being traced, in the middle of a trace.
+
+    `jax.ensure_compile_time_eval` would also evaluate constants, so that what is traced in the
+    context is another program (0.10.2 and 0.12).
+    """
+    with core.eval_context(), _catchers(()):
         yield
-
-
-def is_catching() -> bool:
-    """Tell whether a catcher is active."""
-    return bool(_catchers.value)
 
 
 def _install() -> None:
@@ -1209,6 +1209,43 @@ def _inside(fun: Any) -> Iterator[Any]:
             cells.append(cell.cell_contents)
     yield from (c for c in cells if hasattr(c, "__code__") or hasattr(c, "__wrapped__"))
     yield from (getattr(c, name, None) for c in cells for name in ("_fun", "fun", "f"))
+
+
+def is_differentiated(x: Any) -> bool:
+    """Tell whether a value has a tangent at this place, as far as its tracers show it.
+
+    In a `jit` that is differentiated as a whole they do not. Seen on 0.10.2 and 0.12.
+    """
+    while isinstance(x, Tracer):
+        kind = type(x).__name__
+        if kind in ("JVPTracer", "LinearizeTracer"):
+            return True
+        if kind != "BatchTracer":
+            return False
+        x = x.val
+    return False
+
+
+# -- several processes ----------------------------------------------------------------------
+# The store of `jax.distributed` has no public name (0.10.2 and 0.12).
+
+
+def shared_text(key: str, make: Callable[[], str], seconds: float) -> str:
+    """Return a text that the first process makes and that all processes get.
+
+    Args:
+        key: the name of the text, the same in all processes and used once.
+        make: makes the text; called in the first process alone.
+        seconds: how long the others wait for it.
+    """
+    client = distributed.global_state.client
+    if client is None or jax.process_count() == 1:
+        return make()
+    if jax.process_index() == 0:
+        text = make()
+        client.key_value_set(f"remat_kit/{key}", text)
+        return text
+    return str(client.blocking_key_value_get(f"remat_kit/{key}", int(1000 * seconds)))
 
 
 # -- tracebacks -----------------------------------------------------------------------------

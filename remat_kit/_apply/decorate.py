@@ -340,7 +340,11 @@ class Application:
         @_jax.entry
         @functools.wraps(fn)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if steps.is_step():
+            if isinstance(self.policy, _structural.Automatic):
+                is_step, result = steps.automatic(self.policy, args, kwargs)
+                if is_step:
+                    return result
+            elif steps.is_step():
                 return steps.run(args, kwargs)
             module = _flax.bound_linen(args, kwargs)
             if module is not None:
@@ -387,6 +391,8 @@ class Application:
         if step:
             assert steps is not None
             return steps.traced(call, traced)
+        if isinstance(self.policy, _structural.Automatic):
+            return self._planned(self.policy, call, traced, loop, base)
         first = not self.calls[1:]
         closed = traced.closed
         program = Program.traced(traced, base)
@@ -443,6 +449,29 @@ class Application:
         steps.known = True
         return *trace(steps.catching()), True
 
+    def _planned(
+        self,
+        auto: _structural.Automatic,
+        call: Call,
+        traced: _jax.Traced,
+        loop: bool,
+        base: Path,
+    ) -> Any:
+        """Run a loss with the plan that `auto` asks for."""
+        plan = None
+        if _taken.being_differentiated() or not self._has_no_derivative(traced, call.arrays):
+            plan = _steps.planned_loss(auto, self, call, traced)
+        if plan is None:
+            return call.result(
+                traced, jec.jaxpr_as_fun(traced.closed)(*traced.consts, *call.arrays)
+            )
+        cutter = BlockCutter(self.with_policy(plan), loop, None)
+        return call.result(traced, cutter.run(Program.traced(traced, base), call.arrays))
+
+    def with_policy(self, policy: Policy) -> Application:
+        """Return the same application of another policy."""
+        return dataclasses.replace(self, policy=policy)
+
     def _has_no_derivative(self, traced: _jax.Traced, arrays: Sequence[Any]) -> bool:
         """Tell whether nobody can differentiate a call, so that regions would change nothing.
 
@@ -450,7 +479,9 @@ class Application:
         compiled. The answer is False for a structural policy, because its call checks that the
         program has the blocks that the policy names.
         """
-        if isinstance(self.policy, _structural.Structural):
+        if isinstance(self.policy, _structural.Structural) and not isinstance(
+            self.policy, _structural.Automatic
+        ):
             return False
         inputs = (*traced.consts, *arrays)
         return not any(isinstance(x, _jax.Tracer) and _void.is_inexact(x) for x in inputs)

@@ -16,18 +16,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+import jax
 import jax.extend.core as jec
+import jax.numpy as jnp
 
 from remat_kit import _frames, _jax
-from remat_kit._errors import unknown
+from remat_kit._errors import PolicyError, unknown
 from remat_kit._frameworks import flax as _flax
 from remat_kit._frameworks import haiku as _haiku
 from remat_kit._frameworks.arguments import Call
 from remat_kit._policy import patterns as _patterns
+from remat_kit._policy.algebra import Policy
+from remat_kit._policy.structural import Automatic
 from remat_kit._program import losses as _losses
+from remat_kit._program import paths as _paths
 from remat_kit._program import taken as _taken
 
 
@@ -39,8 +45,17 @@ class Applied(Protocol):
         """The call of `policy` as the user wrote it."""
         ...
 
+    @property
+    def step(self) -> bool | None:
+        """Whether the user says that the decorated function is a step."""
+        ...
+
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of arrays in the regions of the policy."""
+        ...
+
+    def with_policy(self, policy: Policy) -> Applied:
+        """Return the same application of another policy."""
         ...
 
 
@@ -51,6 +66,8 @@ class StepCalls:
         fn: the function.
         known: whether the function is a step; None before the first call.
         seen: the names of the losses that were caught, and whether ``losses=`` matched them.
+        plans: if the policy is `auto`, the plan for each call's shapes.
+        planned: the calls with each of these plans.
     """
 
     def __init__(
@@ -59,6 +76,8 @@ class StepCalls:
         self.app, self.fn, self.known, self.losses = app, fn, known, losses
         self.seen: dict[str, bool] = {}
         self.is_warned = False
+        self.plans: dict[Any, Any] = {}
+        self.planned: dict[Any, StepCalls] = {}
 
     # .. the losses
 
@@ -107,6 +126,30 @@ class StepCalls:
             )
         return result
 
+    def automatic(
+        self, auto: Automatic, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[bool, Any]:
+        """Call the function with a plan for the shapes of this call, if it is a step.
+
+        Returns whether it is one, and the result.
+        """
+        if self.known is False or _taken.being_differentiated():
+            return False, None
+        fn = functools.partial(self.fn, **kwargs) if kwargs else self.fn
+        shapes, key = _shapes(args, kwargs)
+        if key not in self.plans:
+            self.plans[key] = _planner().plan_for_step(auto, fn, shapes, self.app.call)
+        plan = self.plans[key]
+        if plan is False:
+            self.known = self.app.step
+            return False, None
+        if plan is None:
+            return True, self.fn(*args, **kwargs)
+        if plan not in self.planned:
+            app = self.app.with_policy(plan)
+            self.planned[plan] = StepCalls(app, self.fn, True, self.losses)
+        return True, self.planned[plan].run(args, kwargs)
+
     def traced(self, call: Call, traced: _jax.Traced) -> Any:
         """Return the result of a step of which a trace with regions exists."""
         outs = jec.jaxpr_as_fun(traced.closed)(*traced.consts, *call.arrays)
@@ -116,6 +159,60 @@ class StepCalls:
         """Raise if ``losses=`` matches none of the losses that the step differentiates."""
         if self.losses is not None and self.seen and not any(self.seen.values()):
             raise unknown("loss", self.losses, self.seen, call=self.app.call)
+
+
+def planned_loss(auto: Automatic, app: Applied, call: Call, traced: _jax.Traced) -> Policy | None:
+    """Return the plan of a loss that is about to be differentiated, or None if there is none."""
+    closed, constants = traced.closed, len(traced.consts)
+    differentiated = [_jax.is_differentiated(x) for x in call.arrays]
+    if not any(differentiated):  # a `jit` hides the tangents
+        differentiated = [True] * len(call.arrays)
+    floating = [_is_floating(a) for a in closed.in_avals]
+    active = [False] * constants + differentiated
+    first = closed.out_avals[0] if closed.out_avals else None
+    if first is None or first.shape != () or not _is_floating(first):
+        raise PolicyError(
+            f"`{app.call}`: `auto` plans a loss or a training step, and the result of this "
+            "function is no scalar",
+            hint="decorate the loss, or the step that takes its gradient",
+        )
+    loss = _losses.Loss(
+        name=getattr(call.fn, "__name__", "loss"),
+        source="",
+        jaxpr=closed,
+        constants=constants,
+        active=tuple(a and f for a, f in zip(active, floating, strict=True)),
+        wanted=tuple(i == 0 for i in range(len(closed.out_avals))),
+        names=tuple(f"args[{i}]" for i in range(len(closed.in_avals))),
+        base=_paths.join_scopes(_jax.current_scopes()),
+    )
+    return _planner().plan_for_loss(auto, loss, app.call)
+
+
+def _is_floating(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def _planner() -> Any:
+    # The planner applies policies, so it imports this package, and not the other way round.
+    return importlib.import_module("remat_kit._planner.auto")
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    """Return the arguments with shapes in the place of arrays, and a key of them."""
+
+    def shape(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        aval = jax.typeof(leaf)
+        return jax.ShapeDtypeStruct(
+            aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False))
+        )
+
+    shapes, named = _flax.map_arrays(shape, (args, kwargs))
+    leaves, tree = jax.tree.flatten(_flax.arrays_of((shapes, named)))
+    return shapes, (tree, tuple(map(str, leaves)))
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -206,6 +206,7 @@ def compile_program(
     compiler_options: Options | None = None,
     optimizer: Any = None,
     call: str = "measure",
+    run: bool = True,
 ) -> Compiled:
     """Do the same as `measure`, and return the optimized HLO too.
 
@@ -213,6 +214,7 @@ def compile_program(
         fn, target, argnums, donate_argnums, cache, compiler_options, optimizer: as for `measure`.
         args: the arguments of ``fn``.
         call: the public function that error messages name.
+        run: whether the program runs, if the target is ``local``.
 
     Raises:
         RematKitError: as for `measure`.
@@ -232,7 +234,7 @@ def compile_program(
     lowered = _lowered(program.traced, chip, call)
     shapes = _shape_bytes(program.arguments), _shape_bytes(program.results)
     if chip.name.partition("@")[0] == "local":
-        compiled = _run_here(program, shapes, chip, options, call)
+        compiled = _compiled_here(program, shapes, chip, options, call, run)
         return dataclasses.replace(compiled, memory=dataclasses.replace(compiled.memory, **added))
     request = _request(lowered, chip, options)
     key = _key(request, lowered.identity)
@@ -513,12 +515,13 @@ _RUN_SECONDS = 2.0
 _MIN_RUNS, _MAX_RUNS = 3, 20
 
 
-def _run_here(
+def _compiled_here(
     program: _traced.CompilableProgram,
     shapes: tuple[int, int],
     chip: Target,
     options: Options,
     call: str,
+    run: bool,
 ) -> Compiled:
     start = time.perf_counter()
     try:
@@ -536,7 +539,9 @@ def _run_here(
         "hlo": compiled.as_text() or "",
     }
     memory = _memory(answer, chip, False, shapes)
-    return Compiled(_with_run(memory, compiled, program), answer["hlo"], chip)
+    if run:
+        memory = _with_run(memory, compiled, program)
+    return Compiled(memory, answer["hlo"], chip)
 
 
 def _with_run(memory: Memory, compiled: Any, program: _traced.CompilableProgram) -> Memory:

@@ -152,6 +152,16 @@ def jitted_step(fn: Callable[..., Any], donate_argnums: Sequence[int]) -> Any:
     return nnx.jit(fn, donate_argnums=tuple(donate_argnums))
 
 
+def map_arrays(f: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a pytree with ``f`` applied to its arrays, also inside of copies of NNX objects."""
+    if not holds_state(tree):
+        return jax.tree.map(f, tree)
+    from flax import nnx
+
+    structure, state = nnx.split(tree)
+    return nnx.merge(structure, jax.tree.map(f, state))
+
+
 def functional(
     fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:

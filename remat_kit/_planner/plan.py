@@ -253,15 +253,15 @@ def plans(
             return {}
         return {answer.place: answer.predicted}
 
-    def answered(budget: str | int | float, tried: dict[int, int]) -> Plan | UserError:
+    def best(budget: str | int | float, tried: dict[int, int]) -> Plan | UserError:
         try:
-            return _answered(search, search.answer(budget, tried))
+            return answered(search, search.answer(budget, tried))
         except UserError as error:
             return error
 
     # A program that is compiled for a later budget may also be the best one for an earlier budget.
     every = [predicted(budget) for budget in wanted]
-    return tuple(map(answered, wanted, every))
+    return tuple(map(best, wanted, every))
 
 
 def plan(
@@ -336,10 +336,11 @@ def plan(
         fn, args, chip, argnums, objective, optimizer, offload, tick, "plan"
     )
     search = Search(fn, args, argnums, chip, front, compiles, tick, optimizer)
-    return _answered(search, search.run(wanted))
+    return answered(search, search.run(wanted))
 
 
-def _answered(search: Search, answer: Answer) -> Plan:
+def answered(search: Search, answer: Answer) -> Plan:
+    """Return the plan for the answer of a search."""
     from remat_kit._compiled.peak import UPDATE
 
     front, point = search.frontier, search.points[answer.place]

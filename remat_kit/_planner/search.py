@@ -33,6 +33,7 @@ from remat_kit._compiled import peak as _peak
 from remat_kit._errors import PolicyError, UserError
 from remat_kit._planner.frontier import Frontier, Tick, held_arrays
 from remat_kit._planner.point import Point
+from remat_kit._policy.structural import Planned
 from remat_kit._program import ops as _ops
 from remat_kit._program import step as _step
 from remat_kit._program.gradient import Argnums, abstract
@@ -182,6 +183,8 @@ class Search:
         compiles: maximum number of programs to compile for each budget.
         tick: called with a description of the program that is compiled next.
         optimizer: the optimizer of the whole training step, or None to compile the gradients alone.
+        decorated: returns the program with a plan; by default the plan is applied to ``fn``.
+        run_local: whether programs that are compiled for the target ``local`` run, too.
         allowed: returns whether ``"free"`` may choose a point; if None, it may choose points with
             at most 2 % extra time.
         known: the memory of each compiled program, by the index of its point.
@@ -196,6 +199,8 @@ class Search:
     compiles: int
     tick: Tick
     optimizer: Any = None
+    decorated: Callable[[Planned], Callable[..., Any]] | None = None
+    run_local: bool = True
     allowed: Callable[[Point], bool] | None = None
     known: dict[int, Memory] = dataclasses.field(default_factory=dict)
     texts: dict[int, str | None] = dataclasses.field(default_factory=dict)
@@ -288,12 +293,16 @@ class Search:
         point = self.points[place]
         fn = self.fn
         if place != self.plain:
-            step = True if self.argnums is None else None
-            fn = apply(self.frontier.policy(point), step=step)(fn)
+            policy, step = self.frontier.policy(point), True if self.argnums is None else None
+            fn = self.decorated(policy) if self.decorated else apply(policy, step=step)(fn)
         share = f"+{100 * point.extra_flops_fraction:.1f} % FLOPs"
         self.tick(f"compiling for {self.chip.name}: {share}{self.so_far()}")
         compiled = compile_program(
-            fn, self.args, self.chip, argnums=self.argnums, optimizer=self.optimizer, call="plan"
+            *(fn, self.args, self.chip),
+            argnums=self.argnums,
+            optimizer=self.optimizer,
+            call="plan",
+            run=self.run_local,
         )
         self.known[place], self.texts[place] = compiled.memory, compiled.hlo_text
 

@@ -76,7 +76,7 @@ def graphs_for(
         graph = _build.trace(fn, args, chip, argnums, call=call)
         return [graph], Surroundings(*sizes_of(graph, args, argnums, call))
     _check_losses(step, call)
-    given, least = rest_of_step(compile_program(fn, args, chip, argnums=None, call=call))
+    given, least = rest_of_step(compile_program(fn, args, chip, argnums=None, call=call, run=False))
     return [_build.of_loss(loss, chip) for loss in step.losses], Surroundings(given, 0, least)
 
 
@@ -114,7 +114,7 @@ def frontier_of_step(
     _check_losses(step, call)
     graphs = [_build.of_loss(loss, chip) for loss in step.losses]
     tick(f"compiling for {chip.name}: the step without a plan")
-    compiled = compile_program(fn, args, chip, argnums=None, call=call)
+    compiled = compile_program(fn, args, chip, argnums=None, call=call, run=False)
     given, least = rest_of_step(compiled)
     fronts = [
         frontier_of(

@@ -121,7 +121,7 @@ _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
         ),
         *(_selectors.source, _selectors.larger_than, _selectors.smaller_than, _selectors.cheap),
         *(_structural.uniform, _structural.block, _structural.segments, _structural.nested),
-        _structural.planned,
+        *(_structural.planned, _structural.auto),
         _algebra.callable_policy,
     )
 }
@@ -310,6 +310,7 @@ _PARAMETERS: dict[str, tuple[Callable[[str], str], str]] = {
     "int": (_as_int, "2"),
     "int or None": (_as_int, "4"),
     "size": (_as_size, "1MiB"),
+    "budget": (repr, "0.5"),
     "names": (_as_names, "a,b"),
     "text": (repr, ".*_proj"),
 }

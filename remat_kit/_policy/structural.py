@@ -280,3 +280,63 @@ def planned(program: str, *lines: str, strict: bool = True, step: bool = False) 
                 hint="use a plan as `plan.save` or `remat-kit plan --save` wrote it",
             )
     return Planned(program=program, lines=lines, strict=bool(strict), step=bool(step))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Automatic(Structural):
+    """See `auto`."""
+
+    budget: str | int | float
+    target: str
+    objective: str
+    path: str | None
+    strict: bool
+    _head = "auto(budget"
+
+    def __repr__(self) -> str:
+        rest = {
+            "target": (self.target, "local"),
+            "objective": (self.objective, "balanced"),
+            "path": (self.path, None),
+            "strict": (self.strict, False),
+        }
+        given = [f"{name}={value!r}" for name, (value, usual) in rest.items() if value != usual]
+        return f"auto({', '.join([repr(self.budget), *given])})"
+
+
+def auto(
+    budget: str | int | float = "fit",
+    *,
+    target: str = "local",
+    objective: str = "balanced",
+    path: str | None = None,
+    strict: bool = False,
+) -> Automatic:
+    """Plan a loss or a training step at its first call, for the shapes that it is called with.
+
+    This is the counterpart of PyTorch's ``activation_memory_budget``.
+
+    >>> import jax, jax.numpy as jnp, remat_kit
+    >>> def loss(w, x):
+    ...     return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+    >>> step = jax.jit(lambda w, x: w - 0.1 * jax.grad(loss)(w, x), donate_argnums=0)
+    >>> lean = remat_kit.policy(auto(0.5, target="cpu"))(step)
+    >>> lean(jnp.ones((8, 8)), jnp.ones((64, 8))).shape
+    (8, 8)
+
+    The plan is remembered for each program, chip and set of versions, on disk too, so a second
+    start plans nothing. A line on the standard error says what was planned. In a program of several
+    processes (`jax.distributed`), the first one plans and the others take its plan.
+
+    Args:
+      budget: as for `remat_kit.plan`.
+      target: the chip to plan for; the one in this machine by default.
+      objective: as for `remat_kit.plan`.
+      path: a recipe that is read if it exists and is of this program, and written otherwise.
+      strict: whether a failure to plan is an error. By default it is a `RematKitWarning`, and the
+        program runs as it is.
+
+    Raises:
+      UserError: at the first call: ``budget`` is not an amount of memory.
+    """
+    return Automatic(budget, target, objective, None if path is None else str(path), bool(strict))

@@ -43,6 +43,11 @@ class CompilableProgram:
         return [_shape(info) for info in jax.tree.leaves(self.traced.args_info)]
 
     @property
+    def values_donated(self) -> list[bool]:
+        """For each argument, whether it is donated, as a flat list."""
+        return [info.donated for info in jax.tree.leaves(self.traced.args_info)]
+
+    @property
     def results(self) -> Any:
         """The shapes of the results."""
         return self.traced.out_info
@@ -53,8 +58,7 @@ class CompilableProgram:
         Arguments that are only shapes become zeros. The tree is that of ``(args, kwargs)``.
         """
         leaves, tree = jax.tree.flatten((self.args, self.kwargs))
-        donated = [info.donated for info in jax.tree.leaves(self.traced.args_info)]
-        return [_gradient.materialised(leaf) for leaf in leaves], donated, tree
+        return [_gradient.materialised(leaf) for leaf in leaves], self.values_donated, tree
 
 
 def _shape(info: Any) -> jax.ShapeDtypeStruct:
