@@ -43,6 +43,8 @@ suppress_warnings = ["mystnb.unknown_mime_type"]
 # Only commands are copied from a console block, without the prompt and the output.
 copybutton_prompt_text = "$ "
 
+smartquotes = False  # options begin with two hyphens
+
 # A name in single backticks is code, and a link where the name is documented.
 default_role = "py:obj"
 autodoc_member_order = "bysource"

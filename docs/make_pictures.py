@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
         both.to_html(page)
-        photograph(page, PICTURES / "report.png", 1200, 900)
+        photograph(page, PICTURES / "report.png", 1200, 1420)
     return 0
 
 

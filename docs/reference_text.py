@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import json_fields
+
 import remat_kit
 from remat_kit._cli.arguments import argument_parser
 from remat_kit._units import format_bytes
@@ -178,6 +180,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "recipes": recipes,
     "targets": targets,
     "commands": commands,
+    "json": json_fields.rendered,
 }
 
 

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-WIDTH = 96  # columns of a sentence that an example prints
+WIDTH = 80  # columns of a sentence that an example prints
 _BLOCK = re.compile(
     r"^```(python|console|sh)\n(.*?)^```\n(?:\n^```text\n(.*?)^```\n)?", re.M | re.S
 )
@@ -37,15 +37,35 @@ _FILE = re.compile(r"# ([\w/]+\.py)\n")
 _SKIPPED = "<!-- not executed"
 
 
+# A terminal without colors, as `rich` reads it from the environment.
+_TERMINAL = {"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"}
+
+
+class _Terminal(io.TextIOWrapper):
+    """Standard output that is a terminal of 80 columns, so that tables are fitted into it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 @contextlib.contextmanager
 def _captured() -> Iterator[io.BytesIO]:
     """Collect what is printed; progress on standard error is dropped."""
     raw = io.BytesIO()
-    out = io.TextIOWrapper(raw, encoding="utf-8", write_through=True)
+    out = _Terminal(raw, encoding="utf-8", write_through=True)
     err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        yield raw
-    out.detach()  # closing the wrapper would close what it wrote to
+    before = {name: os.environ.get(name) for name in _TERMINAL}
+    os.environ.update(_TERMINAL)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            yield raw
+        out.detach()  # closing the wrapper would close what it wrote to
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _run_python(text: str, name: str, line: int, namespace: dict[str, object]) -> str:
@@ -136,8 +156,10 @@ def _trimmed(printed: str) -> str:
     >>> _trimmed("a  b \\n\\n")
     'a  b\\n'
     """
+    # A terminal wraps a line before the long path of this checkout, which a reader does not see.
+    printed = printed.replace(f"\n{ROOT}{os.sep}", "   ").replace(f"{ROOT}{os.sep}", "")
     lines = []
-    for line in printed.replace(f"{ROOT}{os.sep}", "").strip("\n").splitlines():
+    for line in printed.strip("\n").splitlines():
         is_sentence = len(line) > WIDTH and "  " not in line.strip()
         wrapped = textwrap.wrap(line, WIDTH, break_long_words=False, break_on_hyphens=False)
         lines += wrapped if is_sentence else [line.rstrip()]

@@ -108,6 +108,12 @@ def test_lines_fit_a_screen(path):
     for cell in read(path).cells:
         for line in cell.source.splitlines():
             assert len(line) <= 100 or line.startswith("[!["), line
+        for output in cell.get("outputs", ()):
+            # Of a report or a table, the page is shown and not the text beside it.
+            if "text/html" not in output.get("data", {}):
+                shown = output.get("text", "") or output.get("data", {}).get("text/plain", "")
+                for line in shown.splitlines():  # a note is a sentence, which a page wraps
+                    assert len(line) <= 100 or line.startswith("note: "), line
 
 
 def test_one_shows_a_report_as_a_page_and_one_a_picture():
@@ -115,7 +121,7 @@ def test_one_shows_a_report_as_a_page_and_one_a_picture():
         path.stem[0]: {k for c in code(read(path)) for o in c.outputs for k in o.get("data", ())}
         for path in NOTEBOOKS
     }
-    assert "text/html" in kinds["4"]
+    assert "text/html" in kinds["1"] & kinds["4"]
     assert "image/png" in kinds["3"]
 
 

@@ -230,7 +230,12 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, dict[str, Any]], ...] = (
         "show everything: all rows and columns, and no name cut, even if the terminal is narrow",
         _FLAG,
     ),
-    ("--html", ("inspect",), "write a page for a browser to this file", _FILE),
+    (
+        "--html",
+        ("inspect", *_PLANNING),
+        "write a page for a browser to this file",
+        _FILE,
+    ),
     (
         "--png",
         ("inspect",),
@@ -276,7 +281,6 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, dict[str, Any]], ...] = (
     ),
     ("--offload", _PLANNING, "also offload residuals of scans to the host's memory", _FLAG),
     ("--png", ("frontier",), "draw memory against time to this file", _FILE),
-    ("--html", ("frontier",), "the same, as a page", _FILE),
     (
         "--batch-name",
         _BATCHES,

@@ -72,7 +72,7 @@ def _job(options: argparse.Namespace, targets: Sequence[str] = ()) -> Iterator[_
     plans = set(PLAN_OPTIONS) if options.command in BATCH_OPTIONS else set()
     policies = _checked_policies(options.policy, plans)
     _check_targets(chosen)
-    for kind in ("json", "save"):
+    for kind in ("json", "save", "html"):
         check_writable(getattr(options, kind, None), kind)
     with loaded(options.model) as builder:
         if set(policies[1:]) - plans and options.at is None and not builder.takes_policy:
@@ -261,11 +261,20 @@ def plan_command(options: argparse.Namespace) -> None:
 
     budget = parsed_budget(options.budget, where=f"--budget {options.budget[:64]}")
     found, plain = _planned(options, _plan.plan, budget=budget)
-    writes = [functools.partial(write_with, options.save, "save", found.save)]
+    page = functools.partial(found.to_html, command=options.call)
+    writes = [
+        functools.partial(write_with, path, kind, write)
+        for kind, write in (("save", found.save), ("html", page))
+        if (path := getattr(options, kind))
+    ]
     shown = [headed(found.headline), found.explain()]
     if options.full:
         shown.append(headed(f"the policy\n{found.policy!r}"))
-    answer(options, plain, shown, writes if options.save else ())
+    answer(options, plain, shown, writes)
+
+
+def _sized(options: argparse.Namespace) -> list[str]:
+    return ["--size", *options.size] if options.size else []
 
 
 def _optimizer(text: str | None) -> Any:
@@ -309,21 +318,23 @@ def _makes_optimizer(make: Any) -> bool:
 
 def frontier_command(options: argparse.Namespace) -> None:
     from remat_kit._planner import frontier as _frontier
-    from remat_kit._show.figures import check_drawing, check_picture
+    from remat_kit._show.figures import check_picture
+    from remat_kit._show.table import headed
 
     if options.png:
         check_picture(options.png, call=f"--png {options.png}")
-    if options.html:
-        check_drawing(call=f"--html {options.html}")
     for kind in ("png", "html"):
         check_writable(getattr(options, kind), kind)
     found, plain = _planned(options, _frontier.frontier)
+    plan_command = shlex.join(["remat-kit", "plan", options.model, *_sized(options)])
+    page = functools.partial(found.to_html, command=options.call, plan_command=plan_command)
     writes = [
-        functools.partial(write_with, path, kind, getattr(found, f"to_{kind}"))
-        for kind in ("png", "html")
+        functools.partial(write_with, path, kind, write)
+        for kind, write in (("png", found.to_png), ("html", page))
         if (path := getattr(options, kind))
     ]
-    answer(options, plain, [found.table(full=options.full)], writes)
+    shown = [headed(found.headline), found.table(full=options.full)]
+    answer(options, plain, shown, writes)
 
 
 def measure_command(options: argparse.Namespace) -> None:

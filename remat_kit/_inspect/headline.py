@@ -165,6 +165,43 @@ def plan_headline(
     return f"{_need(base, named=True)}; {done}{where}.".replace("policy", "plan", 1)
 
 
+def frontier_headline(
+    target: str, memory_bytes: int, plain_bytes: int, steps: Sequence[tuple[int, float]]
+) -> str:
+    """Return the sentence about a frontier, whose figures are predictions.
+
+    >>> print(frontier_headline("h100", 2**30, 2**31, [(2**28, 0.5), (2**30, 0.1), (2**31, 0.0)]))
+    Without recomputation the gradient is predicted to need 2 GiB, and h100 has 1 GiB; 1 GiB is \
+enough for +10 % of the forward pass's time, and 256 MiB for +50 %.
+
+    Args:
+        target: the chip.
+        memory_bytes: its memory.
+        plain_bytes: the peak without recomputation.
+        steps: of each schedule the peak and the extra time as a share of the forward pass, the
+            smallest peak first.
+    """
+    size, has = format_apart(plain_bytes, memory_bytes)
+    fits = plain_bytes <= memory_bytes
+    who = "Without recomputation the gradient is predicted to need"
+    need = (
+        f"{who} {size} of the {has} of {target}"
+        if fits
+        else f"{who} {size}, and {target} has {has}"
+    )
+    fitting = [s for s in steps if s[0] <= memory_bytes]
+    if not steps:
+        return f"{need}."
+    if not fitting:
+        least = format_bytes(steps[0][0])
+        return f"{need}; the lowest peak that the planner reaches is {least}, which does not fit."
+    shown = [steps[0]] if fits else list(dict.fromkeys([fitting[-1], steps[0]]))
+    parts = [f"{format_bytes(peak)} for +{format_percent(extra)}" for peak, extra in shown]
+    first, _, rest = parts[0].partition(" for ")
+    said = f"{first} is enough for {rest} of the forward pass's time"
+    return f"{need}; {', and '.join([said, *parts[1:]])}."
+
+
 def batches_headline(rows: Iterable[tuple[str, str, int]]) -> str:
     """Return the sentence about the largest batches that fit.
 

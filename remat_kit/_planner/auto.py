@@ -174,7 +174,13 @@ def _found_or_made(
         return repr(known)
     # Two runs of a program print the addresses of functions differently.
     identity = re.sub(r" at 0x[0-9a-f]+", "", program)
-    options = [parsed_budget(auto.budget), auto.objective, chip.name, chip.memory_bytes, chip.description]
+    options = [
+        parsed_budget(auto.budget),
+        auto.objective,
+        chip.name,
+        chip.memory_bytes,
+        chip.description,
+    ]
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     cache, key = default_cache(), key_of("auto 2", identity, json.dumps([options, versions]))
     stored = cache.get(key) if cache is not None else None

@@ -37,7 +37,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import io
 import itertools
 import pathlib
 import time
@@ -68,8 +67,9 @@ from remat_kit._program import ops as _ops
 from remat_kit._program import program as _program
 from remat_kit._program import step as _step
 from remat_kit._program.gradient import Argnums, abstract
+from remat_kit._show import chart as _chart
 from remat_kit._show import figures as _figures
-from remat_kit._show.table import Table, document
+from remat_kit._show.table import Table
 from remat_kit._units import format_bytes, format_flops
 
 Tick = Callable[[str], None]
@@ -111,6 +111,7 @@ class Frontier:
         plain: the loss as it is, without a region.
         presets: the names and the points of the presets ``nothing`` and ``dots``, with one region
             per block.
+        memory_bytes: the memory of the chip in bytes.
         graph: the cost graph of the loss; of a step with several losses, that of the loss which
             needs most.
         others: the frontiers of the other losses of a step.
@@ -130,6 +131,7 @@ class Frontier:
     leaner: tuple[Point, ...]
     plain: Point
     presets: tuple[tuple[str, Point], ...]
+    memory_bytes: int
     graph: CostGraph = dataclasses.field(repr=False)
     others: tuple[Frontier, ...] = dataclasses.field(default=(), repr=False)
     of_step: bool = False
@@ -145,9 +147,9 @@ class Frontier:
                 "argument_bytes",
                 "output_bytes",
             ),
-            *("forward_seconds", "backward_seconds", "working_bytes"),
+            *("forward_seconds", "backward_seconds", "working_bytes", "memory_bytes"),
         )
-        plain = {name: getattr(self, name) for name in names}
+        plain = {"headline": self.headline} | {name: getattr(self, name) for name in names}
         return plain | {
             "points": [p.to_json() for p in self.points],
             "leaner": [p.to_json() for p in self.leaner],
@@ -205,23 +207,35 @@ class Frontier:
         _figures.check_picture(path, call="to_png")
         _figures.frontier(self.to_json(), path)
 
-    def to_html(self, path: str | pathlib.Path) -> None:
-        """Write an HTML page with the picture of `to_png` and the table of all points.
+    @property
+    def headline(self) -> str:
+        """The frontier in one sentence: the memory without recompute, and what less costs."""
+        from remat_kit._inspect.headline import frontier_headline
 
-        This needs matplotlib, which the extra ``plot`` installs.
+        forward = self.forward_seconds
+        steps = [(p.predicted_peak_bytes, _share(p.extra_seconds, forward)) for p in self.points]
+        plain = self.plain.predicted_peak_bytes
+        return frontier_headline(self.target, self.memory_bytes, plain, steps)
+
+    def to_html(
+        self, path: str | pathlib.Path, *, command: str = "", plan_command: str = ""
+    ) -> None:
+        """Write a page with the schedules, the presets, the lower bound and the chip's capacity.
+
+        The page needs no server and no network. Pointing at a schedule shows its figures and the
+        command that makes its plan.
 
         Args:
             path: where to write the page.
-
-        Raises:
-            UserError: matplotlib is missing.
+            command: the command that made the frontier, for the page.
+            plan_command: a command that makes a plan, without its budget and its target; by default
+                the Python call.
         """
-        drawn = io.StringIO()
-        _figures.frontier(self.to_json(), drawn, call="to_html")
-        picture = drawn.getvalue()[drawn.getvalue().index("<svg") :]
-        table = self.table(most=len(self.points))
-        title = f"memory against time on {self.target}"
-        _files.write_whole(path, document(title, picture + table.html()))
+        page = _chart.frontier_page(self.to_json(), command, plan_command)
+        _files.write_whole(path, page)
+
+    def _repr_html_(self) -> str:
+        return _chart.inline(_chart.frontier_page(self.to_json()))
 
 
 def _share(part: float, whole: float) -> float:
@@ -399,6 +413,7 @@ def frontier_of(
         leaner=points(_proposals.leaner(found, worth)),
         plain=point((Segment(0, len(graph.equations), plain=True),)),
         presets=tuple((name, point(schedule)) for name, schedule in _proposals.presets(graph)),
+        memory_bytes=chip.memory_bytes,
         graph=graph,
     )
 

@@ -61,6 +61,7 @@ class ModulePlan:
         equations: number of operations that the backward pass recomputes.
         unknown: the primitives in the module whose cost is unknown.
         unknown_again: whether some of these are recomputed.
+        before_bytes: bytes of its activations that are saved on the device without a plan.
     """
 
     module: str
@@ -71,6 +72,7 @@ class ModulePlan:
     equations: int
     unknown: tuple[str, ...] = ()
     unknown_again: bool = False
+    before_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -157,6 +159,29 @@ class Plan(Planned):
             "policy": repr(self.policy),
         }
 
+    def to_html(self, path: str | pathlib.Path, *, command: str = "") -> None:
+        """Write a page that shows the memory before and after, in all and by module.
+
+        Args:
+            path: where to write the page, which needs no server and no network.
+            command: the command that made the plan, for the page.
+        """
+        _files.write_whole(path, self._page(command))
+
+    def _page(self, command: str = "") -> str:
+        from remat_kit._show import chart as _chart
+
+        modules = [dataclasses.asdict(m) | {"why": _why(m)} for m in self.modules]
+        memory = self.compiled.memory_bytes if self.compiled else None
+        return _chart.plan_page(
+            self.to_json() | {"modules": modules, "memory_bytes": memory}, command
+        )
+
+    def _repr_html_(self) -> str:
+        from remat_kit._show import chart as _chart
+
+        return _chart.inline(self._page())
+
     def save(self, path: str | pathlib.Path) -> None:
         """Write the plan as a recipe, which `remat_kit.policy` reads back."""
         text = _recipe.dumps(
@@ -209,6 +234,8 @@ def _why(m: ModulePlan) -> str:
         )
     if m.offloaded_bytes:
         return "offloaded: the transfer costs less than recomputing it"
+    if not m.equations and not m.saved_bytes:
+        return "neither saved nor recomputed"
     if not m.equations:
         return "saved: recomputing it would cost more than storing it"
     if m.saved_bytes:
@@ -368,7 +395,11 @@ def answered(search: Search, answer: Answer) -> Plan:
             "the device",
         )
     parts = [(front, point), *zip(front.others, point.others, strict=True)]
-    modules = tuple(m for f, p in parts for m in _by_module(f.graph, p.schedule))
+    modules = tuple(
+        m
+        for f, p in parts
+        for m in _beside(_by_module(f.graph, p.schedule), _by_module(f.graph, f.plain.schedule))
+    )
     if names := dict.fromkeys(name for m in modules for name in m.unknown):
         again = any(m.unknown_again for m in modules)
         what = "some of them are recomputed" if again else "none of them is recomputed"
@@ -394,6 +425,16 @@ def answered(search: Search, answer: Answer) -> Plan:
         modules=modules,
         notes=tuple(notes),
     )
+
+
+def _beside(modules: Sequence[ModulePlan], without: Sequence[ModulePlan]) -> tuple[ModulePlan, ...]:
+    """Return modules with the bytes that they save without a plan."""
+    before = {m.module: m.saved_bytes for m in without}
+    found = [dataclasses.replace(m, before_bytes=before.pop(m.module, 0)) for m in modules]
+    gone = (
+        ModulePlan(m, 0, 0, 0.0, 0.0, 0, before_bytes=size) for m, size in before.items() if size
+    )
+    return (*found, *gone)
 
 
 def _by_module(graph: CostGraph, schedule: Sequence[Segment[int]]) -> tuple[ModulePlan, ...]:

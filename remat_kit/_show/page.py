@@ -82,9 +82,13 @@ def inline(data: Mapping[str, Any], *, height: int = 760) -> str:
         data: as `Comparison.to_json` returns it.
         height: of the frame, in pixels.
     """
-    text = html.escape(page(data, most_bytes=300_000))
+    return framed(page(data, most_bytes=300_000), height)
+
+
+def framed(text: str, height: int) -> str:
+    """Return a page in a frame for a notebook."""
     return (
-        f'<iframe srcdoc="{text}" title="remat_kit report" '
+        f'<iframe srcdoc="{html.escape(text)}" title="remat_kit report" '
         'sandbox="allow-scripts" style="width:100%;border:1px solid #8884;border-radius:6px;'
         f'height:{height}px"></iframe>'
     )
@@ -93,16 +97,22 @@ def inline(data: Mapping[str, Any], *, height: int = 760) -> str:
 def _filled(packed: Mapping[str, Any]) -> str:
     parts = {
         "title": html.escape(f"{packed['model'] or 'report'} · remat_kit"),
-        "colors": "".join(f"--{k}:light-dark({a},{b});" for k, (a, b) in COLORS.items()),
-        "style": _asset("page.css"),
-        "script": _asset("page.js"),
+        "colors": colors(),
+        "style": asset("page.css"),
+        "script": asset("page.js"),
         # The data contains no "<", so that it cannot end the script or begin a comment.
         "data": _compact(packed).replace("<", "\\u003c"),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _asset("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], asset("page.html"))
 
 
-def _asset(name: str) -> str:
+def colors() -> str:
+    """Return the colours of phases as CSS variables."""
+    return "".join(f"--{k}:light-dark({a},{b});" for k, (a, b) in COLORS.items())
+
+
+def asset(name: str) -> str:
+    """Return a file of this folder as text."""
     return importlib.resources.files("remat_kit._show").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -69,6 +69,7 @@ CASES = {
         "--target": (["cpu@1GiB"], []),
         "--size": (["batch=16"], []),
         "--save": (["FILE.toml"], []),
+        "--html": (["FILE.html"], []),
         "--objective": (["banana"], []),
         "--optimizer": (["adam"], []),
         "--offload": ([], []),

@@ -103,6 +103,8 @@ def test_the_table_of_the_docs_has_every_field():
     json_fields = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(json_fields)
     text = json_fields.rendered()
+    page = (ROOT / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
+    assert "<!-- generated: json -->" in page
     sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
     assert set(sections) == {f"`{name}`" for name in DEFINITIONS}
     for name, part in DEFINITIONS.items():

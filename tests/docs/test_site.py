@@ -117,6 +117,25 @@ def test_every_command_and_option_is_there(site):
                 assert option in shown[name] or option in ("-h", "--help"), (name, option)
 
 
+def test_every_field_of_the_json_is_there(site):
+    text = html.unescape(re.sub(r"<[^>]*>", "", read(site, "reference/json")))
+    document = json.loads((ROOT / "remat_kit" / "_cli" / "schemas.json").read_text())
+    count = 0
+    for name, definition in document["$defs"].items():
+        assert definition["description"].replace("`", "") in text, name
+        parts = [definition]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, list):
+                parts += part
+            elif isinstance(part, dict):
+                parts += part.values()
+                for field in part.get("properties", {}):
+                    assert re.search(rf"(?<![\w]){re.escape(field)}(?!\w)", text), (name, field)
+                    count += 1
+    assert count > 150
+
+
 def links(site):
     for path in sorted(site.rglob("*.html")):
         text = path.read_text(encoding="utf-8")

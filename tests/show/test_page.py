@@ -4,22 +4,16 @@ import functools
 import html
 import json
 import re
-import shutil
-import subprocess
 
 import jax
 import jax.numpy as jnp
 import pytest
+from browser import chromium, needs_browser
 
 from remat_kit import Comparison, diff, inspect, policy
 from remat_kit._show import page as _page
 from remat_kit._units import format_bytes
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
-    None,
-)
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 NAMES = ("none", "dots", "nothing")
 
 
@@ -128,61 +122,6 @@ def synthetic(buffers=3, saved=3, points=5, name="p"):
         ],
         "diff": [{"sign": "+", "text": "+ %1 = dot"}],
     }
-
-
-# -- the browser ------------------------------------------------------------------------------
-
-WATCH = """<script>
-window.faults = [];
-addEventListener("error", e => faults.push(String(e.message)));
-addEventListener("unhandledrejection", e => faults.push(String(e.reason)));
-addEventListener("securitypolicyviolation", e => faults.push(e.violatedDirective + e.blockedURI));
-for (const kind of ["error", "warn"]) console[kind] = (...words) => faults.push(words.join(" "));
-</script>"""
-ACT = """<script>
-const one = css => document.querySelector(css), all = css => [...document.querySelectorAll(css)];
-const pause = ms => new Promise(done => setTimeout(done, ms));
-const type = (css, text) => { one(css).value = text; one(css).dispatchEvent(new Event("input")); };
-(async () => {
-  let found = null;
-  try { found = await (async () => { %s })(); } catch (error) { faults.push(error.stack); }
-  const out = document.createElement("pre");
-  out.id = "found";
-  out.textContent = JSON.stringify({found, faults});
-  document.body.append(out);
-})();
-</script>"""
-
-
-def chromium(tmp_path, *options):
-    command = [
-        *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"),
-        *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
-        *("--disable-sync", "--hide-scrollbars", "--virtual-time-budget=8000"),
-        *(f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,1600", *options),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.fixture
-def browse(tmp_path):
-    """Open a page, run the body of a function in it, and return what it returned."""
-
-    def browse(text, script, hash=""):
-        assert text.count("<head>") == text.count("</body>") == 1
-        text = text.replace("<head>", "<head>" + WATCH)
-        text = text.replace("</body>", ACT.replace("%s", script) + "</body>")
-        path = tmp_path / "page.html"
-        path.write_text(text, encoding="utf-8")
-        shown = chromium(tmp_path, "--dump-dom", f"file://{path}{hash}")
-        (found,) = re.findall(r'<pre id="found">(.*?)</pre>', shown, re.S)
-        found = json.loads(html.unescape(found))
-        assert found["faults"] == []
-        return found["found"]
-
-    return browse
 
 
 # -- the text of the page ---------------------------------------------------------------------
@@ -719,7 +658,7 @@ def test_colors_of_phases_are_told_apart():
         high, low = sorted((luminance(a), luminance(b)), reverse=True)
         return (high + 0.05) / (low + 0.05)
 
-    style = _page._asset("page.css")
+    style = _page.asset("page.css")
     for name, shown in COLORS.items():
         (pair,) = re.findall(rf"--on-{name}: light-dark\((#\w+), (#\w+)\)", style)
         for ground, text in zip(shown, pair, strict=True):
