@@ -16,7 +16,6 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import json
-import pathlib
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from typing import Any
 import jax
 import jax.extend.core as jec
 
-from remat_kit import _frames, _jax
+from remat_kit import _files, _frames, _jax
 from remat_kit._apply.decorate import policy as apply
 from remat_kit._chip.cache import default_cache, key_of
 from remat_kit._chip.target import Target
@@ -182,21 +181,25 @@ def _found_or_made(
         chip.description,
     ]
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    cache, key = default_cache(), key_of("auto 2", identity, json.dumps([options, versions]))
+    cache, key = default_cache(), key_of("auto 3", identity, json.dumps([options, versions]))
     stored = cache.get(key) if cache is not None else None
-    if stored is not None and (known := _of_text(stored, programs)) is not None:
-        policy, said = known, "from the cache"
-    else:
+    recipe = None if stored is None else _of_text(stored, programs)
+    said = "from the cache: " if recipe is not None else ""
+    if recipe is None:
         plan = make(chip)
-        policy, said = plan.policy, str(plan).splitlines()[0]
+        recipe = _recipe.Recipe(
+            "plan",
+            repr(plan.policy),
+            description=str(plan).splitlines()[0],
+            origin="remat_kit.auto",
+        )
         if cache is not None:
-            cache.put(key, repr(policy).encode())
+            cache.put(key, _recipe.dumps(recipe).encode())
     if auto.path is not None:
-        recipe = _recipe.Recipe("plan", repr(policy), description=said, origin="remat_kit.auto")
-        pathlib.Path(auto.path).write_text(_recipe.dumps(recipe), encoding="utf-8")
+        _files.write_whole(auto.path, _recipe.dumps(recipe))
     names = ", ".join(loss.name for loss in losses)
-    print(f"remat_kit.auto: planned {names}: {said}", file=sys.stderr)
-    return repr(policy)
+    print(f"remat_kit.auto: planned {names}: {said}{recipe.description}", file=sys.stderr)
+    return repr(recipe.policy)
 
 
 def _of_file(path: str, programs: set[str]) -> Planned | None:
@@ -207,12 +210,13 @@ def _of_file(path: str, programs: set[str]) -> Planned | None:
     return policy if isinstance(policy, Planned) and _fits(policy, programs) else None
 
 
-def _of_text(stored: bytes, programs: set[str]) -> Planned | None:
+def _of_text(stored: bytes, programs: set[str]) -> _recipe.Recipe | None:
     try:
-        policy = _recipe.parse(stored.decode())
+        recipe = _recipe.loads(stored.decode(), name="plan")
+        policy = recipe.policy
     except (UnicodeDecodeError, RematKitError):
         return None
-    return policy if isinstance(policy, Planned) and _fits(policy, programs) else None
+    return recipe if isinstance(policy, Planned) and _fits(policy, programs) else None
 
 
 def _fits(plan: Planned, programs: set[str]) -> bool:
