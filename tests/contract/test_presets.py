@@ -55,6 +55,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::remat_kit.RematKitWarning")
 
 @pytest.fixture(autouse=True, scope="module")
 def fast_compiles():
+    if jax.config.values["jax_disable_most_optimizations"]:  # by tests/conftest.py
+        yield
+        return
     jax.clear_caches()  # what other tests compiled with optimizations may round differently
     jax.config.update("jax_disable_most_optimizations", True)
     yield
