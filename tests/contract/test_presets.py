@@ -127,7 +127,7 @@ def test_the_table_of_parameters_is_complete():
     ("case", "policy"),
     [(c, p) for c, p in combinations(FEW) if c in ("mlp", "gpt dropout", "gpt_nnx dropout")]
     + [("gpt scan dropout", p) for p in FEW_OF_SCANS]
-    + [("gpt_nnx scan dropout", p) for p in ("nothing", "uniform:2")],
+    + [("gpt_nnx scan dropout", "uniform:2")],
 )
 def test_gradients_are_those_of_the_undecorated_model(case, policy):
     assert_same(case, policy)
