@@ -4,6 +4,7 @@ The environment is set before jax is imported, which reads it then.
 """
 
 import atexit
+import gc
 import importlib.metadata
 import os
 import pathlib
@@ -35,6 +36,8 @@ import pytest  # noqa: E402
 import same_examples  # noqa: E402, F401
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Tracing makes many objects that stay and few cycles; to look for those takes 5 % of a run.
+gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(params=[False, True], ids=["remat2", "remat3"])
