@@ -49,6 +49,15 @@ def implementation(request):
 
 
 @pytest.fixture
+def optimized():
+    """Optimized machine code, for programs that are compared to the bit under `jax.jit`."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
 def run(capsys, monkeypatch):
     """Run the command line here, at the root of the checkout: (status, stdout, stderr)."""
     from remat_kit._cli import main as _main
