@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import sysconfig
@@ -53,6 +54,16 @@ def source_of(eqn: Any) -> tuple[str, int]:
             return file, line
         first = first if first[1] else (file, line)
     return first
+
+
+def stack_of(eqn: Any, most: int) -> list[tuple[str, int, str]]:
+    """Return (file, line, function) of the ``most`` innermost frames of the user's code."""
+    ours = (
+        (file, line, name.rpartition("<locals>.")[2])
+        for file, line, name in _jax.user_frames(eqn)
+        if not _is_flax_or_own(file)
+    )
+    return list(itertools.islice(ours, most))
 
 
 def warn(message: str, hint: str) -> None:

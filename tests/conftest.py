@@ -4,6 +4,7 @@ The environment is set before jax is imported, which reads it then.
 """
 
 import atexit
+import gc
 import importlib.metadata
 import os
 import pathlib
@@ -18,6 +19,11 @@ if importlib.metadata.version("jax").startswith("0.10."):
         ["--xla_cpu_enable_concurrency_optimized_scheduler=false", os.environ.get("XLA_FLAGS", "")]
     ).strip()  # what the environment asks for comes last and wins
 
+# Most programs of the tests run once. The optimization of machine code takes half of the time of a
+# compilation, and changes nothing in what remat_kit measures (tests/chip/test_compile.py).
+# `JAX_DISABLE_MOST_OPTIMIZATIONS=0 pytest` compiles as users do, and so does `.ci/run oldest`.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
 # One cache for all workers of pytest-xdist: they inherit the first process's environment.
 _SHARED = "REMAT_KIT_TEST_CACHE"
 if _SHARED not in os.environ:
@@ -30,6 +36,8 @@ import pytest  # noqa: E402
 import same_examples  # noqa: E402, F401
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Tracing makes many objects that stay and few cycles; to look for those takes 5 % of a run.
+gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(params=[False, True], ids=["remat2", "remat3"])
@@ -38,6 +46,15 @@ def implementation(request):
     jax.config.update("jax_remat3", request.param)
     yield request.param
     jax.config.update("jax_remat3", False)
+
+
+@pytest.fixture
+def optimized():
+    """Optimized machine code, for programs that are compared to the bit under `jax.jit`."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

@@ -396,6 +396,8 @@ class Report(ShownReport):
                 memory         str     "device", or "pinned_host"
                 times          int     iterations of the loops around it, else 1
                 is_input       bool    false here
+                frames         list of str     up to three frames of the user's code, innermost
+                                       first: "file:line in function"
             inputs             list    the same for arguments and constants that the backward pass
                                        reads; not counted, because they are live anyway; reason is
                                        "argument NAME" or "constant", is_input is true

@@ -11,12 +11,14 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from remat_kit import _frames
 from remat_kit._apply.labels import read_label
 from remat_kit._apply.region import user_name
 from remat_kit._policy.algebra import Decision
 from remat_kit._program import ops as _ops
 from remat_kit._program.flow import Argument, Element, Op, Region, Shard, Stack, Unshard
 from remat_kit._program.gradient import Gradient, trace_gradient
+from remat_kit._program.paths import short_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Residual:
         memory: ``"device"``, or ``"pinned_host"`` for an offloaded value.
         times: how many loop iterations compute it; 1 outside loops.
         is_input: whether it is an argument or a constant, which is live anyway.
+        frames: the frames of the user's code around its line, innermost first, each as
+            ``file:line in function``.
     """
 
     shape: tuple[int, ...]
@@ -58,11 +62,16 @@ class Residual:
     memory: str = "device"
     times: int = 1
     is_input: bool = False
+    frames: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, ready for `json.dumps`."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return plain | {"shape": list(self.shape), "names": list(self.names)}
+        return plain | {
+            "shape": list(self.shape),
+            "names": list(self.names),
+            "frames": list(self.frames),
+        }
 
     def __str__(self) -> str:
         dims = ",".join(map(str, self.shape))
@@ -116,6 +125,21 @@ def kept_of(gradient: Gradient) -> list[tuple[Op, Residual]]:
     return sorted(found.values(), key=lambda kept: kept[1].is_input)
 
 
+_FRAMES = 3  # of the user's code; those further out are the same for the whole model
+
+
+def _frames_of(op: Op) -> tuple[str, ...]:
+    """Return the user's frames of an operation, or of the call that contains it."""
+    eqn, frame = op.eqn, op.frame
+    while eqn is not None:
+        if stack := _frames.stack_of(eqn, _FRAMES):
+            return tuple(f"{short_path(file)}:{line} in {name}" for file, line, name in stack)
+        if frame is None:
+            break
+        eqn, frame = frame.eqn, frame.parent
+    return ()
+
+
 def _residual(why: _Reasons, op: Op, aval: Any) -> Residual:
     value, producer = op.inputs[0], op.producer
     argument = why.argument(value.number)
@@ -133,6 +157,7 @@ def _residual(why: _Reasons, op: Op, aval: Any) -> Residual:
         bytes=_ops.nbytes(aval),
         module="" if is_input else producer.module,
         source="" if is_input else producer.source,
+        frames=() if is_input else _frames_of(producer),
         primitive="" if is_input else producer.primitive,
         names=names,
         reason=reason,

@@ -856,6 +856,12 @@ function branches(node, total, depth, open, get) {
   return [...found, ...leaves(node.rows, depth, get)];
 }
 
+// The line that computes a value, and the lines of the user's code that called it.
+function stackOf(stack, source) {
+  const lines = stack.split("\n").filter(Boolean).map(frame => tail(frame.split(" in ")[0]));
+  return lines.length && lines[0] === tail(source) ? lines.join(" ← ") : tail(source);
+}
+
 function leaves(rows, depth, get) {
   const groups = new Map();
   for (const i of rows) {
@@ -871,8 +877,8 @@ function leaves(rows, depth, get) {
     const loop = get.times(i) > 1 ? `, ${get.times(i)} iterations` : "";
     const why = (count > 1 ? rolled(get.reason(i)) : get.reason(i)) + where + loop;
     return el("div", {class: "leaf", style: `--depth:${depth}`},
-      el("span", {title: get.source(i)}, mono((count > 1 ? `${count} × ` : "") + get.array(i)), ` ${get.primitive(i)} `,
-        names ? el("span", {class: "badge"}, names) : null, el("span", {class: "why mono"}, tail(get.source(i)))),
+      el("span", {title: get.stack(i) || get.source(i)}, mono((count > 1 ? `${count} × ` : "") + get.array(i)), ` ${get.primitive(i)} `,
+        names ? el("span", {class: "badge"}, names) : null, el("span", {class: "why mono"}, stackOf(get.stack(i), get.source(i)))),
       el("span", {class: "size"}, bytes(size)), el("span", {class: "why", title: why}, why));
   });
   if (sorted.length > FIRST_ROWS) shown.push(el("div", {class: "leaf", style: `--depth:${depth}`}, el("span", {class: "muted"}, `… and ${many(sorted.length - FIRST_ROWS)} more here; filter to see them`)));

@@ -22,7 +22,18 @@ _LIMITS = (10_000, 3_000, 1_000, 300, 100, 30)  # rows of a table, points of a c
 _RESOLUTION = 50_000  # steps in the height of a curve
 
 
-_SAVED = ("array", "bytes", "module", "source", "reason", "primitive", "names", "memory", "times")
+_SAVED = (
+    "array",
+    "bytes",
+    "module",
+    "source",
+    "reason",
+    "primitive",
+    "names",
+    "memory",
+    "times",
+    "stack",
+)
 
 
 _RECOMPUTED = ("primitive", "module", "source", "count", "flops", "bytes", "array", "region")
@@ -176,7 +187,10 @@ class _Packed:
     def arrays(self, rows: Any, fields: Sequence[str], by: str = "bytes") -> dict[str, Any] | None:
         if rows is None:
             return None
-        named = [r | {"array": _array(r), "names": ", ".join(r.get("names") or ())} for r in rows]
+        named = []
+        for r in rows:
+            names, stack = ", ".join(r.get("names") or ()), "\n".join(r.get("frames") or ())
+            named.append(r | {"array": _array(r), "names": names, "stack": stack})
         return self.table(named, fields, by=by)
 
     def table(

@@ -43,6 +43,7 @@ def grouped(*sizes):
         [*grouped((4, 2)), (1, 1, None), *grouped((2, 2))],
     ],
 )
+@pytest.mark.usefixtures("optimized")  # a scan is compiled as a whole, and its parts too
 def test_parts_have_the_values_of_the_scan(parts, reverse):
     w = jnp.array([0.3, 0.7])
     (eqn,) = (

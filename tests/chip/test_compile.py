@@ -307,6 +307,31 @@ def test_a_compiler_option_may_be_a_bool(value, tmp_path):
     assert bool(list(tmp_path.glob("*.dot"))) == value
 
 
+@pytest.mark.parametrize("chip", ["cpu", "tpu-v5e"])
+def test_what_is_measured_does_not_depend_on_the_optimization_of_machine_code(chip):
+    """The tests compile without it (`tests/conftest.py`)."""
+
+    needs(chip)
+
+    def compiled(disabled):
+        with disable_most_optimizations(disabled):
+            return compile_program(plain, (struct(3, 64, 64), struct(256, 64)), chip, cache=False)
+
+    one, other = map(compiled, (False, True))  # from one place, which the text names
+    assert one.hlo_text == other.hlo_text
+    assert one.memory.temp_bytes == other.memory.temp_bytes
+
+
+@contextlib.contextmanager
+def disable_most_optimizations(disabled):
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", disabled)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
 def test_local_runs_the_program():
     memory = measure(loss, *ARGS, target="local")
     assert 0 < memory.step_seconds < 5

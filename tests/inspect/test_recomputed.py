@@ -465,6 +465,7 @@ def test_equal_numbers_are_equal_values(implementation, build):
     flow = Flow()
     flow.run(closed, flow.arguments(closed.in_avals))
     ops = [op for op in flow.ops if op.kind == "equation"]
+    jax.config.update("jax_remat3", False)  # JAX compiles each operation once for both
     results = list(evaluated(closed, jax.tree.leaves(args)))
     assert [op.eqn for op in ops] == [eqn for eqn, _ in results]
     first, repeated = {}, 0

@@ -1,5 +1,7 @@
 """What is kept for the backward pass: how much, where it was made, and why."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -274,3 +276,30 @@ def test_errors_name_the_call():
         saved_residuals(lambda x: x.sum(), (jax.ShapeDtypeStruct((2,), jnp.int32),))
     with pytest.raises(UserError, match="there is no argument 3"):
         saved_residuals(lambda x: x.sum(), (X,), 3)
+
+
+def inner(x):
+    return jnp.exp(x)
+
+
+def middle(x):
+    return jnp.sin(inner(x))
+
+
+def test_a_value_has_the_frames_of_the_users_code():
+    here = pathlib.Path(__file__).name
+    lines = pathlib.Path(__file__).read_text().splitlines()
+
+    def called(x):
+        return jnp.sum(middle(x))
+
+    x = jax.ShapeDtypeStruct((4,), jnp.float32)
+    (saved, *_) = (r for r in saved_residuals(called, (x,)) if r.primitive == "exp")
+    names = [frame.rpartition(" in ")[2] for frame in saved.frames]
+    assert names == ["inner", "middle", "called"]
+    places = [frame.partition(" in ")[0] for frame in saved.frames]
+    assert places[0] == saved.source
+    for place, text in zip(places, ("jnp.exp(x)", "inner(x)", "middle(x)"), strict=True):
+        file, _, line = place.rpartition(":")
+        assert file.endswith(here)
+        assert text in lines[int(line) - 1]

@@ -322,7 +322,8 @@ def test_plans_of_pooled_networks_compose():
         chex.assert_trees_all_close(found, wanted, rtol=1e-5, atol=1e-7)
     found, wanted = (one_by_one(jax.grad(f), weights, x[:1]) for f in (planned, pooled))
     chex.assert_trees_all_equal(found, wanted)
-    fully = {"xla_backend_optimization_level": 3}  # as a user compiles
+    # As a user compiles.
+    fully = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
     found, wanted = (
         jax.jit(jax.grad(f), compiler_options=fully)(weights, x[:1]) for f in (planned, pooled)
     )

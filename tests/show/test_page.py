@@ -531,6 +531,20 @@ def test_nothing_is_cut_on_a_phone(browse, real, monkeypatch):
     assert found["width"] <= 390
 
 
+@needs_browser
+def test_a_kept_value_shows_the_lines_that_called_it(browse):
+    report = synthetic(saved=2)
+    frames = ["net.py:1 in up", "net.py:7 in __call__", "train.py:3 in loss"]
+    report["saved"] = [r | {"frames": frames} for r in report["saved"]]
+    found = browse(
+        _page.page({"policies": [report]}),
+        """one("#kept details").open = true; await pause(50);
+           return [one("#kept .leaf").innerText, one("#kept .leaf span").title];""",
+    )
+    assert "net.py:1 ← net.py:7 ← train.py:3" in found[0]
+    assert found[1].split("\n") == frames
+
+
 def test_suggestions_that_are_not_worth_their_price_are_not_shown():
     report = synthetic()
     (good,) = report["counterfactuals"]["chip"]
