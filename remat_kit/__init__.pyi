@@ -11,6 +11,8 @@ from ._chip.memory import Memory as Memory
 from ._chip.target import Target as Target
 from ._chip.target import target as target
 from ._chip.target import targets as targets
+from ._doctor.diagnosis import Diagnosis as Diagnosis
+from ._doctor.diagnosis import doctor as doctor
 from ._errors import BuildError as BuildError
 from ._errors import CompileError as CompileError
 from ._errors import InternalError as InternalError

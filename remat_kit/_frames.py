@@ -34,7 +34,7 @@ def is_library_file(name: str) -> bool:
 
 def is_installed_file(name: str) -> bool:
     """Tell whether a source file is one of an installed package or of the standard library."""
-    return is_library_file(name) or name.startswith(_installed())
+    return is_library_file(name) or name.startswith(("<frozen ", *_installed()))
 
 
 @functools.cache

@@ -31,6 +31,7 @@ from jax._src import (
     distributed,
     effects,
     linear_util,
+    pjit,
     sharding_impls,
     source_info_util,
     traceback_util,
@@ -1123,6 +1124,81 @@ def _asking_frames() -> tuple[tuple[Any, int], ...]:
 
 
 _MOST_FRAMES = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class CallBeingTraced:
+    """A call of a jitted function or of a gradient function that a trace is made for.
+
+    Attributes:
+        fn: the jitted function; or the function that is differentiated.
+        args, kwargs: the arguments of the call.
+        argnums: of a gradient function, the positions of the arguments to differentiate.
+        frame: the Python frame of the call.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    argnums: int | Sequence[int] | None
+    frame: Any
+
+
+def outermost_jit() -> CallBeingTraced | None:
+    """Return the outermost call of a jitted function that this thread is tracing, or None.
+
+    JAX calls `cache_miss` for a call that has no compiled program yet, and `jit_trace` for
+    ``trace`` and ``lower``. Their frames hold the function and its arguments (0.10.2 and 0.12).
+    """
+    found = None
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith(_JIT_FILE) and code.co_name in ("cache_miss", "jit_trace"):
+            found = frame
+        frame = frame.f_back
+    if found is None:
+        return None
+    values = found.f_locals
+    if found.f_code.co_name == "jit_trace":
+        fn = values["jit_func"]
+    else:
+        fn = pjit._cpp_pjit(values["fun"], values["jit_info"])
+    return CallBeingTraced(fn, tuple(values["args"]), dict(values["kwargs"]), None, found)
+
+
+_JIT_FILE = os.path.join("jax", "_src", "pjit.py")
+
+
+def innermost_gradient() -> CallBeingTraced | None:
+    """Return the innermost call of a gradient function in this thread, or None.
+
+    `jax.grad` and `jax.value_and_grad` call `value_and_grad_f`, which calls `vjp`. Their frames
+    hold what is differentiated and its arguments (0.10.2 and 0.12).
+    """
+    found = None
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code, values = frame.f_code, frame.f_locals
+        if code.co_filename.endswith(_API_FILE):
+            if code.co_name == "value_and_grad_f":
+                argnums, kwargs = values["argnums"], dict(values["kwargs"])
+                return CallBeingTraced(values["fun"], tuple(values["args"]), kwargs, argnums, frame)
+            if code.co_name in ("vjp", "linearize"):
+                args = tuple(values["primals"])
+                found = CallBeingTraced(values["fun"], args, {}, tuple(range(len(args))), frame)
+        elif found is not None and not code.co_filename.endswith(_BOUNDARY_FILE):
+            break
+        frame = frame.f_back
+    return found
+
+
+def is_traced_by_jit(x: Any) -> bool:
+    """Tell whether a tracer stands for a value of a program that is being traced.
+
+    The kinds of tracer are told by name, as not all of them are in one module (0.10.2 and 0.12).
+    """
+    return type(x).__name__ == "DynamicJaxprTracer"
 
 
 _BOUNDARY_FILE = os.path.join("jax", "_src", "traceback_util.py")

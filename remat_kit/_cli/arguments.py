@@ -30,6 +30,7 @@ from remat_kit._cli.commands import (
     targets_command,
 )
 from remat_kit._cli.completion import SHELLS
+from remat_kit._cli.doctor import SCRIPT_COMMANDS, doctor_command, run_command, split_script
 from remat_kit._cli.models import models_command
 from remat_kit._cli.output import BASELINE, STATUSES, USER_FAULT
 from remat_kit._cli.published import COMPILES, TABLE
@@ -172,13 +173,23 @@ _COMMANDS = {
         "answer agents and editors by the Model Context Protocol, on standard input and output",
         "remat-kit mcp",
     ),
+    "doctor": (
+        doctor_command,
+        "run a training script until its step, and say what holds its memory and what to do",
+        "remat-kit doctor --target h100 --save plan.toml train.py --epochs 3",
+    ),
+    "run": (
+        run_command,
+        "run a training script, unedited, with a plan",
+        "remat-kit run --plan plan.toml train.py --epochs 3",
+    ),
 }
 
 
 _MODEL = ("inspect", "diff", "measure", "plan", "frontier", "max-batch", "fit")
 _PLANNING = ("plan", "frontier")
 _BATCHES = ("max-batch", "fit")
-_ANSWERS = tuple(name for name in _COMMANDS if name not in ("completion", "mcp"))
+_ANSWERS = tuple(name for name in _COMMANDS if name not in ("completion", "mcp", "run"))
 _FULL = tuple(name for name in _ANSWERS if name not in ("bench", "models", "schema"))
 
 
@@ -232,7 +243,7 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, dict[str, Any]], ...] = (
     ),
     (
         "--html",
-        ("inspect", *_PLANNING),
+        ("inspect", "doctor", *_PLANNING),
         "write a page for a browser to this file",
         _FILE,
     ),
@@ -268,7 +279,41 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, dict[str, Any]], ...] = (
         "free (the least memory at 2 %% extra time or less) or fit (the memory of the chip)",
         {"metavar": "B", "required": True},
     ),
-    ("--save", ("plan",), "write the plan to this file, as a recipe", _FILE),
+    (
+        "words",
+        SCRIPT_COMMANDS,
+        "the script, or -m and a module, and its own words",
+        {"metavar": "SCRIPT", "nargs": "*"},
+    ),
+    (
+        "--plan",
+        ("run",),
+        "the plan, as `remat-kit doctor --save PATH` or `remat-kit plan --save PATH` wrote it",
+        {"metavar": "PATH"},
+    ),
+    ("--policy", ("run",), "a preset or the text of a policy, instead of a plan", {"metavar": "P"}),
+    ("--at", ("run",), "apply the policy to these module paths", {"metavar": "PATTERN"}),
+    (
+        "--target",
+        ("doctor",),
+        "the chip (see `remat-kit targets`); by default the one in this machine, or cpu",
+        {"metavar": "T"},
+    ),
+    (
+        "--budget",
+        ("doctor",),
+        "the budget of the plan, as for `remat-kit plan`; by default fit if the step does not fit, "
+        "and else free",
+        {"metavar": "B"},
+    ),
+    (
+        "--log",
+        ("doctor",),
+        "instead of running a script, read XLA's out-of-memory message from this file; - is "
+        "standard input",
+        {"metavar": "PATH"},
+    ),
+    ("--save", ("plan", "doctor"), "write the plan to this file, as a recipe", _FILE),
     *(
         (
             "--objective",
@@ -294,6 +339,12 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, dict[str, Any]], ...] = (
         _NUMBER,
     ),
     ("--step", ("max-batch",), "try only multiples of N", {**_NUMBER, "default": 1}),
+    (
+        "--step",
+        ("doctor",),
+        "the name of the step, if the first one is not meant; * matches any part of a name",
+        {"metavar": "NAME"},
+    ),
     ("--at-most", ("max-batch",), "try no batch size above N", _NUMBER),
     (
         "--batch",
@@ -350,6 +401,19 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, dict[str, Any]], ...] = (
 )
 
 
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the words of a command line; the words of a script are left as they are."""
+    own, words = list(argv), None
+    if argv and argv[0] in SCRIPT_COMMANDS:
+        flags = {"-h", "--help", *(name for name, _, _, how in _OPTIONS if how is _FLAG)}
+        own, words = split_script(argv[1:], flags)
+        own.insert(0, argv[0])
+    options = argument_parser().parse_args(own)
+    if words is not None:
+        options.words = words
+    return options
+
+
 def argument_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; ``run`` of what it parses is the command."""
     parser = _Parser(
@@ -373,6 +437,8 @@ def argument_parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         command.set_defaults(run=run)
+        if name in SCRIPT_COMMANDS:
+            command.usage = f"remat-kit {name} [OPTION ...] SCRIPT [ARG ...]"
         for option, takers, text, how in _OPTIONS:
             if name in takers:
                 command.add_argument(option, help=text, **how)

@@ -8,6 +8,7 @@ output any more.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
@@ -20,7 +21,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from remat_kit._cli.arguments import argument_parser
+from remat_kit._cli.arguments import parsed
 from remat_kit._cli.output import (
     DONE,
     OWN_FAULT,
@@ -49,12 +50,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: the arguments; by default those of the process.
     """
-    argv = sys.argv[1:] if argv is None else list(argv)
+    status = _status(sys.argv[1:] if argv is None else list(argv))
+    if argv is None:
+        _end_now_if_threads_are_left(status)
+    return status
+
+
+def _end_now_if_threads_are_left(status: int) -> None:
+    """End the process if threads of a script are left for which Python would wait for ever."""
+    scripts = sys.modules.get("remat_kit._doctor.script")
+    if scripts is not None and scripts.left_threads():
+        atexit._run_exitfuncs()
+        flushed(status)
+        os._exit(status)
+
+
+def _status(argv: list[str]) -> int:
     debug = "--debug" in argv or os.environ.get("REMAT_KIT_DEBUG", "") not in ("", "0")
     _open_streams()
     try:
         with _heard_at_once():
-            options = argument_parser().parse_args(argv)
+            options = parsed(argv)
             options.call = shlex.join(["remat-kit", *argv])
             with _warnings_as_lines():
                 options.run(options)

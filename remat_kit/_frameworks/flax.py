@@ -135,6 +135,48 @@ def is_nnx_jitted(fn: Any) -> bool:
     return isinstance(fn, kinds)
 
 
+def nnx_jit_around(frame: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """Return the call of an `nnx.jit` function that a call of its `jax.jit` function belongs to.
+
+    Args:
+        frame: the Python frame of the call of the `jax.jit` function.
+
+    Returns:
+        The function, its arguments and its keyword arguments, as the user gave them; or None.
+    """
+    found = None
+    while frame is not None:
+        values = frame.f_locals if frame.f_code.co_filename.endswith("compilation.py") else {}
+        if is_nnx_jitted(values.get("self")) and "args" in values:
+            found = values["self"], tuple(values["args"]), dict(values.get("kwargs", {}))
+        frame = frame.f_back
+    return found
+
+
+def nnx_gradient_around(frame: Any) -> tuple[Any, tuple[Any, ...], Any] | None:
+    """Return the call of `nnx.grad` or `nnx.value_and_grad` that a call of JAX's belongs to.
+
+    Args:
+        frame: the Python frame of the call of JAX's gradient function.
+
+    Returns:
+        The loss, its arguments as the user gave them, and the positions of those that are
+        differentiated; or None.
+    """
+    for _ in range(_MOST_FRAMES_BETWEEN):
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "grad_wrapper":
+            values = frame.f_locals
+            if {"f", "args", "jax_argnums"} <= set(values):
+                return values["f"], tuple(values["args"]), values["jax_argnums"]
+        frame = frame.f_back
+    return None
+
+
+_MOST_FRAMES_BETWEEN = 8
+
+
 def jitted_of(fn: Any) -> Any:
     """Return the function of `jax.jit` inside of a function that `nnx.jit` returned."""
     return fn.jitted_fn

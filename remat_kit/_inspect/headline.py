@@ -202,6 +202,28 @@ enough for +10 % of the forward pass's time, and 256 MiB for +50 %.
     return f"{need}; {', and '.join([said, *parts[1:]])}."
 
 
+def doctor_headline(
+    before: Memory, held: str, after: Memory | None, step_seconds: float, extra_seconds: float
+) -> str:
+    """Return the sentence about a step and its plan.
+
+    Args:
+        before: the memory without a plan.
+        held: what holds its peak, as `holders` says it.
+        after: the memory with the plan.
+        step_seconds, extra_seconds: as for `plan_headline`.
+    """
+    base = Case(NO_POLICY, before, step_seconds - extra_seconds)
+    done = ""
+    if after is not None:
+        case = Case("a plan", after, step_seconds)
+        if case.needs is None or (base.needs is not None and case.needs >= base.needs):
+            done = "no plan lowers it at this price"
+        else:
+            done = f"a plan brings it to {_size_and_price(case, base)}"
+    return "; ".join(filter(None, [_need(base, named=False), held, done])) + "."
+
+
 def batches_headline(rows: Iterable[tuple[str, str, int]]) -> str:
     """Return the sentence about the largest batches that fit.
 

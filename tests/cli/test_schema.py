@@ -24,6 +24,7 @@ CALLS = {
     "max-batch": [*SMALL[:1], "--size", "features=8", "--target", "cpu@1MiB", "--at-most", "64"],
     "fit": [*SMALL[:1], "--size", "features=8", "--batch", "4", "--target", "cpu@1MiB"],
     "bench": None,  # takes long; the fixture of this folder checks it in `test_bench.py`
+    "doctor": None,  # likewise in `test_doctor.py`
     "policies": [],
     "targets": [],
     "models": [],
