@@ -27,6 +27,7 @@ SECTIONS = {
     "Inspecting": ("_inspect",),
     "Chips and memory": ("_chip",),
     "Planning": ("_planner",),
+    "Scripts": ("_doctor",),
     "Batch sizes": ("_batch",),
     "Errors and warnings": ("_errors",),
 }
