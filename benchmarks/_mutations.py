@@ -371,11 +371,11 @@ MUTATIONS = (
     # -- policies without an effect
     Mutation(
         "policy_on_a_step",
-        "A policy on a training step does nothing, without a word.",
-        "remat_kit/_apply/void.py",
-        "    if certain:\n        raise PolicyError(message, hint=hint)",
-        "    if False:\n        raise PolicyError(message, hint=hint)",
-        ("tests/apply/test_void.py::test_a_policy_at_modules_of_a_step_is_an_error",),
+        "A policy on a training step does not reach its losses.",
+        "remat_kit/_apply/steps.py",
+        "        if not self.seen[name]:\n            return found.fun",
+        "        if self.seen[name]:\n            return found.fun",
+        ("tests/apply/test_steps.py::test_every_loss_of_a_step_gets_the_policy",),
     ),
     Mutation(
         "no_warning",

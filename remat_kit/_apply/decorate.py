@@ -115,7 +115,7 @@ def policy(
     A function that takes a gradient itself (with `jax.grad`, `jax.vjp`, `jax.linearize` or
     `nnx.grad`) is a step in these cases:
 
-    * It is jitted with donated arguments, or by `nnx.jit`.
+    * It is jitted with donated arguments.
     * It has the state of an optimizer among its arguments.
     * It returns updated parameters, or a gradient of an argument.
     * All modules that ``at=`` matches are differentiated inside of it.
@@ -344,7 +344,7 @@ class Application:
                 is_step, result = steps.automatic(self.policy, args, kwargs)
                 if is_step:
                     return result
-            elif steps.is_step():
+            elif steps.is_step((args, kwargs)):
                 return steps.run(args, kwargs)
             module = _flax.bound_linen(args, kwargs)
             if module is not None:

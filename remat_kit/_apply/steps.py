@@ -5,11 +5,11 @@ decorated step runs in a context in which each loss gets the policy at the momen
 differentiates it (`_jax.catching`). The step itself runs as it is: its `jit` keeps its donation,
 its static arguments and its shardings, and a step that was traced before is traced again.
 
-It is not always known whether a function is a step. `StepCalls` finds out at the first call. If the
-function is jitted with donated arguments, or by `nnx.jit`, or if the policy is the plan of a step,
-it is called as a step. Any other function is traced, as it is for a region around it, and the trace
-shows whether it takes a gradient and what it returns (`void.is_step`). A step is then traced again,
-with regions around its losses, at its first call.
+It is not always known whether a function is a step. `StepCalls` finds out at the first call. If
+the function is jitted with donated arguments, or by `nnx.jit` and gets an optimizer, or if the
+policy is the plan of a step, it is called as a step. Any other function is traced, as it is for a
+region around it, and the trace shows whether it takes a gradient and what it returns
+(`void.is_step`). A step is then traced again, with regions around its losses, at its first call.
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ class StepCalls:
             yield
         self.check_losses()
 
-    def is_step(self) -> bool:
+    def is_step(self, args: Any) -> bool:
         """Tell whether the function is called as a step at once, without a trace of its own."""
         if self.known is False or _taken.being_differentiated():
             return False
-        return self.known is True or donates(self.fn)
+        return self.known is True or is_jitted_step(self.fn, args)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function as a step."""
@@ -225,8 +225,17 @@ def matches(pattern: str, name: str) -> bool:
     return any(_patterns.prefix_matching(pattern, n) == n for n in (name, own))
 
 
-def donates(fn: Callable[..., Any]) -> bool:
-    """Tell whether a function is jitted by `nnx.jit`, or by `jax.jit` with donated arguments."""
+def is_jitted_step(fn: Callable[..., Any], args: Any) -> bool:
+    """Tell whether a function is jitted with donated arguments, or has those of an NNX step.
+
+    Args:
+        fn: the function.
+        args: the arguments of a call.
+    """
     while isinstance(fn, functools.partial):
         fn = fn.func
-    return _flax.is_nnx_jitted(fn) or (_jax.is_jitted(fn) and bool(_jax.donated_positions(fn)))
+    by_nnx = _flax.is_nnx_jitted(fn)
+    jitted = _flax.jitted_of(fn) if by_nnx else fn
+    if _jax.is_jitted(jitted) and _jax.donated_positions(jitted):
+        return True
+    return by_nnx and _losses.holds_optimizer(args)

@@ -310,7 +310,6 @@ _PARAMETERS: dict[str, tuple[Callable[[str], str], str]] = {
     "int": (_as_int, "2"),
     "int or None": (_as_int, "4"),
     "size": (_as_size, "1MiB"),
-    "budget": (repr, "0.5"),
     "names": (_as_names, "a,b"),
     "text": (repr, ".*_proj"),
 }
@@ -592,8 +591,8 @@ def _read_file(path: pathlib.Path) -> str:
 def resolve(text: str) -> Policy:
     """Return the policy that a text stands for: a preset, a recipe's path, or a policy's repr.
 
-    >>> resolve("block:4"), resolve("recompute(primitive('max'))")
-    (block(4), recompute(primitive('max')))
+    >>> resolve("block:4"), resolve("recompute(primitive('max'))"), resolve("auto:0.5")
+    (block(4), recompute(primitive('max')), auto('0.5'))
 
     Raises:
       UnknownNameError: the preset, file or constructor does not exist.
@@ -601,7 +600,9 @@ def resolve(text: str) -> Policy:
     """
     if len(text) > MAX_BYTES:
         return parse(text)  # raises the error for a long text
-    head = text.partition(":")[0].strip()
+    head, _, rest = (part.strip() for part in text.partition(":"))
+    if head == "auto":  # no preset, since it makes no decision about a value
+        return _structural.auto(rest or "fit")
     by_name, by_alias = _catalogue()
     is_name = head in by_name or head in by_alias or text.endswith(".toml")
     if not is_name and re.search(r"[(|&~>]|\s-\s", text):

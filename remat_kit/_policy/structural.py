@@ -320,7 +320,7 @@ def auto(
     >>> def loss(w, x):
     ...     return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
     >>> step = jax.jit(lambda w, x: w - 0.1 * jax.grad(loss)(w, x), donate_argnums=0)
-    >>> lean = remat_kit.policy(auto(0.5, target="cpu"))(step)
+    >>> lean = remat_kit.policy(auto("min", target="cpu"))(step)
     >>> lean(jnp.ones((8, 8)), jnp.ones((64, 8))).shape
     (8, 8)
 

@@ -175,8 +175,8 @@ def _too_large(call: str, step: _Step, memory: Memory, limit: int, of: str) -> C
         lines += _largest(values)
     elif values is None:
         lines.append(
-            "argnums=None takes the function as a whole step: give the loss instead, to see what "
-            "its backward pass reads"
+            "argnums=None takes the function as it is, and it takes no gradient: give the loss to "
+            "see what its backward pass reads"
         )
     return CheckError("\n".join(lines), hint=_advice(step, memory, values or []))
 

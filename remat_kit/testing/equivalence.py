@@ -148,7 +148,11 @@ class _Pair:
     ) -> _Pair:
         shapes = [jax.eval_shape(run, *values) for run in programs]
         _check_structure(*shapes)
-        results = [(jax.jit(run) if jit else _stepwise(run))(*values) for run in programs]
+        results = []
+        for run in programs:
+            # A step that runs operation by operation donates what its jit donates.
+            copied = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, values)
+            results.append((jax.jit(run) if jit else _stepwise(run))(*copied))
         leaves, _ = jax.tree_util.tree_flatten_with_path(results[0])
         right = jax.tree.leaves(results[1])
         return cls(

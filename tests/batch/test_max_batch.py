@@ -263,8 +263,8 @@ def test_a_plan_makes_as_much_room_as_any_preset():
     assert found.step_seconds > 0
 
 
-def test_a_plan_needs_a_loss():
-    with pytest.raises(UserError, match="a plan is made for a loss"):
+def test_a_plan_needs_a_gradient():
+    with pytest.raises(UserError, match="takes no gradient"):
         remat_kit.max_batch(stack, policy="plan", argnums=None)
 
 

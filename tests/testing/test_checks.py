@@ -90,14 +90,16 @@ def test_the_budget_is_never_more_than_the_chip():
         testing.assert_fits(tower, WEIGHTS, X, target="cpu@1MiB")
 
 
-def test_a_whole_step_has_no_residuals_to_name():
+def test_what_a_whole_step_saves_is_that_of_its_loss():
     def step(weights, x):
         return jax.tree.map(jnp.subtract, weights, jax.grad(tower)(weights, x))
 
     memory = testing.assert_fits(step, WEIGHTS, X, target="cpu", argnums=None, donate_argnums=0)
     assert memory.alias_bytes == 6 * 64 * 256 * 4
-    with pytest.raises(CheckError, match="give the loss instead"):
+    with pytest.raises(CheckError, match="kept for the backward pass"):
         testing.assert_fits(step, WEIGHTS, X, target="cpu", budget=1, argnums=None)
+    with pytest.raises(CheckError, match="takes no gradient"):
+        testing.assert_fits(lambda w, x: w, WEIGHTS, X, target="cpu", budget=1, argnums=None)
 
 
 def test_the_peak_has_a_bound_of_its_own():
