@@ -22,7 +22,8 @@ if importlib.metadata.version("jax").startswith("0.10."):
 # Most programs of the tests run once. The optimization of machine code takes half of the time of a
 # compilation, and changes nothing in what remat_kit measures (tests/chip/test_compile.py).
 # `JAX_DISABLE_MOST_OPTIMIZATIONS=0 pytest` compiles as users do, and so does `.ci/run oldest`.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if "REMAT_KIT_EXAMPLES" not in os.environ:  # thousands of programs are compiled as users do
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # One cache for all workers of pytest-xdist: they inherit the first process's environment.
 _SHARED = "REMAT_KIT_TEST_CACHE"

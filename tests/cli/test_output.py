@@ -185,7 +185,9 @@ def test_a_terminal_breaks_no_word(terminal, run, monkeypatch, name):
             assert len(line.rstrip()) <= width or len(parts) <= 2, line
             for word in parts:
                 assert (
-                    word in words
+                    # The line of what is the same in every row separates its cells, and may wrap.
+                    word.rstrip(";") in words
+                    or word in words
                     or word.endswith("…")
                     or word.startswith("…/")
                     or (line.startswith(LAID_OUT))

@@ -7,6 +7,8 @@ import warnings
 
 import pytest
 
+from remat_kit import _jax
+
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.glob("**/*.md") if "_build" not in path.parts)
@@ -45,6 +47,8 @@ def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if ".to_png(" in page.read_text(encoding="utf-8"):
         pytest.importorskip("matplotlib")
+    if name_of(page) == "howto/doctor.md" and _jax.JAX_VERSION < (0, 11):
+        pytest.skip("XLA:CPU of JAX 0.10.2 needs as much memory for this script with any plan")
     with warnings.catch_warnings():  # a page may set filters
         ran = run_pages.run(page)
     written = page.read_text(encoding="utf-8")
