@@ -8,7 +8,12 @@ import sys
 import pytest
 import step_table
 
+from remat_kit import _jax
 
+
+@pytest.mark.skipif(
+    _jax.JAX_VERSION < (0, 11), reason="XLA:CPU of JAX 0.10.2 does not bring Linen's step to half"
+)
 def test_a_program_trains_with_its_plan_as_without(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(
         sys, "argv", ["step_table.py", "--smoke", "--json", str(tmp_path / "table.json")]
