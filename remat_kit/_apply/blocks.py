@@ -98,6 +98,14 @@ class BlockCutter:
         schedule = _schedule.read(plan.lines, program, call=self.app.call)
         return _run_schedule.run(program, schedule, args, prevent_cse=cse)
 
+    def fits(self, program: Program, plan: _structural.Planned) -> bool:
+        """Tell whether a plan was made for a program."""
+        try:
+            self.plan_of(_program.without_region_boundaries(program), plan.losses())
+        except PolicyError:
+            return False
+        return True
+
     def plan_of(
         self, program: Program, plans: Sequence[_structural.Planned]
     ) -> _structural.Planned:

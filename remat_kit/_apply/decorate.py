@@ -427,7 +427,7 @@ class Application:
                 return _arguments.attempt(Call.trace, fn, args, kwargs, self.constants)
 
         def is_step(call: Call, traced: _jax.Traced) -> bool:
-            return _void.is_step(
+            return not self._is_planned(traced, base) and _void.is_step(
                 self.policy,
                 traced.closed,
                 call.result(traced, traced.closed.out_avals),
@@ -448,6 +448,18 @@ class Application:
         # The second trace has regions around the losses.
         steps.known = True
         return *trace(steps.catching()), True
+
+    def _is_planned(self, traced: _jax.Traced, base: Path) -> bool:
+        """Tell whether the policy is a plan of a traced function itself, not of its losses."""
+        plan = self.policy
+        if (
+            not isinstance(plan, _structural.Planned)
+            or plan.step
+            or _taken.taken(traced.closed) is None
+        ):
+            return False
+        cutter = BlockCutter(self, loop=False)
+        return cutter.fits(Program.traced(traced, base), plan)
 
     def _planned(
         self,

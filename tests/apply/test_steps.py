@@ -15,6 +15,7 @@ from step_programs import AT, STEPS, WEIGHTS, X, forces, loss, taken, updated
 
 import remat_kit
 from remat_kit import PolicyError, RematKitWarning, UnknownNameError, _jax, policy
+from remat_kit._policy import schedule as _schedule
 from remat_kit._program import losses
 from remat_kit._program import program as _program
 
@@ -146,6 +147,18 @@ def test_a_plan_of_another_program_says_so():
     plan = remat_kit.planned("joined=1 shapes=2 sin=1", "0:1 plain")
     with pytest.raises(PolicyError, match="another program"):
         policy(plan)(taken)(WEIGHTS, X)
+
+
+def test_a_plan_of_a_function_that_takes_a_gradient_is_for_the_function():
+    def block(weights, x):
+        return forces(weights, x)
+
+    closed = jax.make_jaxpr(block)(WEIGHTS, X)
+    program = _program.flat_program(closed)
+    plan = remat_kit.planned(_schedule.describe(program), f"0:{len(program.eqns)}")
+    expected = forces(WEIGHTS, X)
+    np.testing.assert_allclose(policy(plan)(block)(WEIGHTS, X), expected, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(policy(plan)(block))(WEIGHTS, X), expected, rtol=1e-5)
 
 
 def test_threads_do_not_meet():
