@@ -195,6 +195,9 @@ def _decorate(app: Application, target: Any, methods: Sequence[str] | None = Non
     if isinstance(target, (staticmethod, classmethod)):
         return type(target)(_decorate(app, target.__func__, methods))
     app.check_names(target, methods)
+    kinds = (_flax.is_linen_class, _flax.is_linen, _flax.is_nnx, _haiku.is_module)
+    if app.losses is not None and (isinstance(target, type) or any(k(target) for k in kinds)):
+        raise app.no_step()
     if isinstance(target, type) or _flax.is_linen_class(target):
         return _class(dataclasses.replace(app, calls=[]), target, methods)
     if _flax.is_linen(target):
@@ -391,6 +394,8 @@ class Application:
         if step:
             assert steps is not None
             return steps.traced(call, traced)
+        if steps is not None and self.losses is not None:
+            raise self.no_step()
         if isinstance(self.policy, _structural.Automatic):
             return self._planned(self.policy, call, traced, loop, base)
         first = not self.calls[1:]
@@ -448,6 +453,13 @@ class Application:
         # The second trace has regions around the losses.
         steps.known = True
         return *trace(steps.catching()), True
+
+    def no_step(self) -> UserError:
+        return UserError(
+            f"`{self.call}`: losses={self.losses!r} chooses among the losses of a training step, "
+            "and what is decorated is no step",
+            hint="leave losses= out; step=True says that a function is a step",
+        )
 
     def _is_planned(self, traced: _jax.Traced, base: Path) -> bool:
         """Tell whether the policy is a plan of a traced function itself, not of its losses."""

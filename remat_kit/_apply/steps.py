@@ -138,7 +138,9 @@ class StepCalls:
         fn = functools.partial(self.fn, **kwargs) if kwargs else self.fn
         shapes, key = _shapes(args, kwargs)
         if key not in self.plans:
-            self.plans[key] = _planner().plan_for_step(auto, fn, shapes, self.app.call)
+            self.plans[key] = _planner().plan_for_step(
+                auto, fn, shapes, (args, kwargs), self.app.call
+            )
         plan = self.plans[key]
         if plan is False:
             self.known = self.app.step

@@ -22,6 +22,7 @@ from remat_kit._inspect.tables import NO_POLICY
 from remat_kit._planner import frontier as _frontier
 from remat_kit._planner import plan as _plan
 from remat_kit._policy.reading import as_policy
+from remat_kit._program import losses as _losses
 from remat_kit._program.builder import Builder, Loss
 from remat_kit._program.gradient import Argnums
 from remat_kit._units import format_bytes
@@ -124,7 +125,7 @@ class Model:
                 fn,
                 args,
                 chip,
-                argnums=self.argnums,
+                argnums=self._argnums(fn, args, call),
                 donate_argnums=self.donate_argnums,
                 optimizer=self.optimizer,
                 call=call,
@@ -134,6 +135,12 @@ class Model:
         except Exception:
             with self.builder.explained(self.loss(None, batch)):
                 raise
+
+    def _argnums(self, fn: Callable[..., Any], args: Sequence[Any], call: str) -> Argnums:
+        """Return the positions of the parameters, or None if the builder gives a step."""
+        return _losses.argnums_of(
+            fn, args, self.argnums, self.donate_argnums, self.optimizer, call=call
+        )
 
     def planned(self, policy: str, batch: int, chip: Target) -> tuple[Loss, int]:
         """Build the loss with the fastest plan that fits, or else with that of the least memory.

@@ -146,7 +146,10 @@ def measure(
         CompileError: the compiler ended, or refused the program for another reason than memory.
         UserError: the program or one of its arguments is partitioned over several devices.
     """
-    chosen = [target] if isinstance(target, (str, Target)) else several_targets(target)
+    chosen = [_target_of(target)] if isinstance(target, (str, Target)) else several_targets(target)
+    for chip in chosen:
+        _require(chip, "measure")
+    argnums = _losses.argnums_of(fn, args, argnums, donate_argnums, optimizer, call="measure")
     found = tuple(
         compile_program(
             fn,
@@ -211,8 +214,10 @@ def compile_program(
     """Do the same as `measure`, and return the optimized HLO too.
 
     Args:
-        fn, target, argnums, donate_argnums, cache, compiler_options, optimizer: as for `measure`.
+        fn, target, donate_argnums, cache, compiler_options, optimizer: as for `measure`.
         args: the arguments of ``fn``.
+        argnums: the positions of the arguments to differentiate, or None for a step, which is not
+            found out here (see `losses.argnums_of`).
         call: the public function that error messages name.
         run: whether the program runs, if the target is ``local``.
 
@@ -221,9 +226,6 @@ def compile_program(
     """
     chip = _target_of(target)
     _require(chip, call)
-    if optimizer is None and argnums is not None:
-        step = _losses.step_of(fn, args, argnums, donate_argnums, call=call)
-        argnums = argnums if step is None else None
     program = _traced.trace(fn, args, argnums, donate_argnums, optimizer=optimizer, call=call)
     options: Options = {
         **dict(chip.compiler_options),

@@ -29,7 +29,8 @@ from remat_kit._apply.decorate import policy as apply
 from remat_kit._chip.cache import default_cache, key_of
 from remat_kit._chip.target import Target
 from remat_kit._chip.target import target as find_target
-from remat_kit._errors import PolicyError, RematKitError, UnknownNameError
+from remat_kit._errors import PolicyError, RematKitError, UnknownNameError, UserError
+from remat_kit._frameworks import flax as _flax
 from remat_kit._planner import build as _build
 from remat_kit._planner import proposals as _proposals
 from remat_kit._planner.frontier import Surroundings, check_options, frontier_of
@@ -40,6 +41,7 @@ from remat_kit._policy import recipe as _recipe
 from remat_kit._policy import schedule as _schedule
 from remat_kit._policy.structural import Automatic, Planned
 from remat_kit._program import ops as _ops
+from remat_kit._program.gradient import check_on_one_device, check_program
 from remat_kit._program.losses import Loss, step_of
 
 _COMPILES = 5  # as for `remat_kit.plan`
@@ -56,16 +58,21 @@ _numbers = itertools.count()  # of the plans of this process; the same in every 
 
 
 def plan_for_step(
-    auto: Automatic, fn: Callable[..., Any], args: Sequence[Any], call: str
+    auto: Automatic, fn: Callable[..., Any], args: Sequence[Any], given: Any, call: str
 ) -> Planned | bool | None:
     """Return the plan of a step, None if there is none, or False if the function is no step.
 
     Args:
         auto: the policy.
-        fn, args: the step, and its arguments or their shapes.
+        fn, args: the step, and the shapes of its arguments.
+        given: the arguments themselves, which show whether they are partitioned.
         call: the call of `policy` as the user wrote it.
     """
     budget = parsed_budget(auto.budget, where=f"auto({auto.budget!r})")
+    try:
+        check_on_one_device(_flax.arrays_of(given), "auto")
+    except UserError as error:
+        return _without_plan(auto, error.message, call)
     with _jax.outside_of_traces():
         step = step_of(fn, args, call="auto")
         if step is None or not step.losses:
@@ -109,6 +116,7 @@ def plan_for_loss(auto: Automatic, loss: Loss, call: str) -> Planned | None:
 
     def make(chip: Target) -> Plan:
         check_options(auto.objective, False, chip, "auto")
+        check_program(loss.jaxpr, "auto")
         graph = _build.of_loss(loss, chip)
         chosen = [i for i in loss.argnums if i >= loss.constants]
         given = sum(map(_ops.nbytes, loss.inputs))
@@ -153,15 +161,19 @@ def _planned(
 
     found = _jax.shared_text(f"auto {next(_numbers)}", text, _PATIENCE_SECONDS)
     if found.startswith(_NO_PLAN):
-        message = f"`{call}`: no plan was found, so the program runs as it is: {found[6:]}"
-        hint = "call `remat_kit.plan` with the function and its arguments to see more"
-        if auto.strict:
-            raise PolicyError(message, hint=hint)
-        _frames.warn(message, hint)
-        return None
+        return _without_plan(auto, found.removeprefix(f"{_NO_PLAN}: "), call)
     policy = _recipe.parse(found)
     assert isinstance(policy, Planned)
     return policy
+
+
+def _without_plan(auto: Automatic, reason: str, call: str) -> None:
+    """Warn that a program runs without a plan, or raise if the user asked for that."""
+    message = f"`{call}`: no plan was found, so the program runs as it is: {reason}"
+    hint = "call `remat_kit.plan` with the function and its arguments to see more"
+    if auto.strict:
+        raise PolicyError(message, hint=hint)
+    _frames.warn(message, hint)
 
 
 def _found_or_made(

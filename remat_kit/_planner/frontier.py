@@ -51,7 +51,6 @@ from remat_kit._chip.target import Target
 from remat_kit._chip.target import target as find_target
 from remat_kit._errors import UnknownNameError, UserError, unknown
 from remat_kit._planner import bounds as _bounds
-from remat_kit._planner import build as _build
 from remat_kit._planner import mincut as _mincut
 from remat_kit._planner import proposals as _proposals
 from remat_kit._planner import simulate as _simulate
@@ -65,7 +64,6 @@ from remat_kit._policy.schedule import LoopPart, Place, Schedule, Segment
 from remat_kit._policy.structural import Planned
 from remat_kit._program import ops as _ops
 from remat_kit._program import program as _program
-from remat_kit._program import step as _step
 from remat_kit._program.gradient import Argnums, abstract
 from remat_kit._show import chart as _chart
 from remat_kit._show import figures as _figures
@@ -309,32 +307,6 @@ def frontier(
     return found
 
 
-def search_frontier(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    chip: Target,
-    argnums: Argnums,
-    objective: str,
-    optimizer: Any,
-    offload: bool,
-    tick: Tick,
-    call: str,
-) -> Frontier:
-    """Return the frontier of a loss or a step on a chip; errors name the function ``call``."""
-    begun = time.perf_counter()
-    check_options(objective, offload, chip, call)
-    with _collection_put_off():
-        tick("tracing the loss")
-        graph = _build.trace(fn, args, chip, argnums, call=call)
-    given, made = sizes_of(graph, args, argnums, call)
-    if optimizer is not None:
-        state = _step.state_of(optimizer, args, argnums, call)
-        given += sum(_ops.nbytes(x) for x in jax.tree.leaves(state))
-    return frontier_of(
-        graph, Surroundings(given, made), chip, objective, offload, tick, begun, call
-    )
-
-
 def check_options(objective: str, offload: bool, chip: Target, call: str) -> None:
     """Raise for an unknown objective, or an offload on a chip that has one memory."""
     if objective not in OBJECTIVES:
@@ -375,7 +347,7 @@ def frontier_of(
     call: str,
 ) -> Frontier:
     """Return the frontier of a loss from its cost graph."""
-    with _collection_put_off():
+    with collection_put_off():
         if offload and not any(e.loop for e in graph.equations):
             _frames.warn(
                 f"`{call}(..., offload=True)`: the loss has no scan. The planner offloads only "
@@ -419,7 +391,7 @@ def frontier_of(
 
 
 @contextlib.contextmanager
-def _collection_put_off() -> Iterator[None]:
+def collection_put_off() -> Iterator[None]:
     """Suspend Python's garbage collection.
 
     A search creates many objects but few reference cycles. Collecting them would take a third of

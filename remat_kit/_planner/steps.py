@@ -35,14 +35,15 @@ from remat_kit._planner.frontier import (
     Surroundings,
     Tick,
     check_options,
+    collection_put_off,
     frontier_of,
-    search_frontier,
     sizes_of,
 )
 from remat_kit._planner.graph import CostGraph
 from remat_kit._planner.point import Point
 from remat_kit._program.gradient import Argnums
 from remat_kit._program.losses import Step, step_of
+from remat_kit._program.step import state_bytes
 
 
 def frontier_for(
@@ -56,13 +57,17 @@ def frontier_for(
     tick: Tick,
     call: str,
 ) -> tuple[Frontier, Argnums]:
-    """Return the frontier of a loss or a step; for a step the second part of the pair is None.
+    """Return the frontier of a loss or a step, and the positions of the parameters of a loss.
 
-    Otherwise it is ``argnums``. Errors name the public function ``call``.
+    For a step the second part of the pair is None. Errors name the public function ``call``.
     """
     step = step_of(fn, args, argnums, call=call) if optimizer is None else None
     if step is None:
-        front = search_frontier(fn, args, chip, argnums, objective, optimizer, offload, tick, call)
+        begun = time.perf_counter()
+        check_options(objective, offload, chip, call)
+        tick("tracing the loss")
+        graph, around = _graph_of_loss(fn, args, chip, argnums, optimizer, call)
+        front = frontier_of(graph, around, chip, objective, offload, tick, begun, call)
         return front, argnums
     return frontier_of_step(step, fn, args, chip, objective, offload, tick, call), None
 
@@ -73,11 +78,27 @@ def graphs_for(
     """Return the cost graph of a loss, or those of the losses of a step, and what is around it."""
     step = step_of(fn, args, argnums, call=call)
     if step is None:
-        graph = _build.trace(fn, args, chip, argnums, call=call)
-        return [graph], Surroundings(*sizes_of(graph, args, argnums, call))
+        graph, around = _graph_of_loss(fn, args, chip, argnums, None, call)
+        return [graph], around
     _check_losses(step, call)
     given, least = rest_of_step(compile_program(fn, args, chip, argnums=None, call=call, run=False))
     return [_build.of_loss(loss, chip) for loss in step.losses], Surroundings(given, 0, least)
+
+
+def _graph_of_loss(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    chip: Target,
+    argnums: Argnums,
+    optimizer: Any,
+    call: str,
+) -> tuple[CostGraph, Surroundings]:
+    with collection_put_off():
+        graph = _build.trace(fn, args, chip, argnums, call=call)
+    given, made = sizes_of(graph, args, argnums, call)
+    if optimizer is not None:
+        given += state_bytes(optimizer, args, argnums, call)
+    return graph, Surroundings(given, made)
 
 
 def _check_losses(step: Step, call: str) -> None:
@@ -104,7 +125,7 @@ def frontier_of_step(
     Args:
         step: the step with its losses.
         fn, args: the step as its user runs it, and its arguments.
-        chip, objective, offload, tick, call: as for `search_frontier`.
+        chip, objective, offload, tick, call: as for `frontier_for`.
 
     Raises:
         UserError: the step differentiates nothing.

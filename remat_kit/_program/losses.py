@@ -398,6 +398,25 @@ def step_of(
     return step if bare is fn else observe(fn, args, donate_argnums, call=call)
 
 
+def argnums_of(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    argnums: Argnums,
+    donate_argnums: int | Sequence[int] = (),
+    optimizer: Any = None,
+    *,
+    call: str,
+) -> Argnums:
+    """Return the positions of the arguments to differentiate, or None if the function is a step.
+
+    With an optimizer, the function is a loss.
+    """
+    if argnums is None or optimizer is not None:
+        return argnums
+    is_loss = step_of(fn, args, argnums, donate_argnums, call=call) is None
+    return argnums if is_loss else None
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossGradient:
     """The gradient of a loss, and the loss as a function of its own.

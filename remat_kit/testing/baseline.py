@@ -26,7 +26,7 @@ from remat_kit._inspect import report as _report
 from remat_kit._inspect import tables as _tables
 from remat_kit._inspect.residuals import Residual, residuals_of
 from remat_kit._program.gradient import Argnums
-from remat_kit._program.losses import gradients_of, step_of
+from remat_kit._program.losses import argnums_of, gradients_of, step_of
 from remat_kit._show.table import aligned
 from remat_kit._units import format_bytes, format_percent
 
@@ -346,6 +346,7 @@ class MemoryBaseline:
                 hint="give each check of a test a label of its own: label='dots'",
             )
         loss = fn if policy is None else _decorate.policy(policy, at=at)(fn)
+        argnums = argnums_of(loss, args, argnums, donate_argnums, call=call)
         memory = _compile.compile_program(
             loss, args, target, argnums=argnums, donate_argnums=donate_argnums, call=call
         ).memory

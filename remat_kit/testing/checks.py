@@ -17,6 +17,7 @@ from remat_kit._errors import CheckError, PolicyError, RematKitError, UserError
 from remat_kit._inspect import report as _report
 from remat_kit._inspect.residuals import Residual
 from remat_kit._program.gradient import Argnums
+from remat_kit._program.losses import argnums_of
 from remat_kit._units import format_apart, format_bytes, parse_bytes
 from remat_kit.testing import baseline as _baseline
 
@@ -146,7 +147,7 @@ class _Step:
     def measured(self, chip: Target, donated: int | Sequence[int], *, call: str) -> Memory:
         program = _compile.compile_program(
             *(self.loss, self.args, chip),
-            argnums=self.argnums,
+            argnums=argnums_of(self.loss, self.args, self.argnums, donated, call=call),
             donate_argnums=donated,
             call=call,
         )

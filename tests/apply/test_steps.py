@@ -14,7 +14,7 @@ from jax._src.interpreters import ad
 from step_programs import AT, STEPS, WEIGHTS, X, forces, loss, taken, updated
 
 import remat_kit
-from remat_kit import PolicyError, RematKitWarning, UnknownNameError, _jax, policy
+from remat_kit import PolicyError, RematKitWarning, UnknownNameError, UserError, _jax, policy
 from remat_kit._policy import schedule as _schedule
 from remat_kit._program import losses
 from remat_kit._program import program as _program
@@ -116,6 +116,13 @@ def test_losses_are_chosen_by_name():
         assert regions(policy("nothing", losses=pattern)(step), *args) == 1
     with pytest.raises(UnknownNameError, match="did you mean 'step/critic_loss'"):
         policy("nothing", losses="step/critc_loss")(step)(*args)
+
+
+def test_losses_of_what_is_no_step():
+    with pytest.raises(UserError, match="no step"):
+        jax.grad(policy("nothing", losses="*/loss")(loss))(WEIGHTS, X)
+    with pytest.raises(UserError, match="no step"):
+        policy("nothing", losses="*/loss")(Net)
 
 
 def test_a_function_with_step_true_that_takes_no_gradient_is_a_warning():

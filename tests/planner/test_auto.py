@@ -13,7 +13,6 @@ import pytest
 from interpreter import one_by_one
 from step_programs import updated
 
-import remat_kit
 from remat_kit import PolicyError, RematKitWarning, UserError, auto, policy
 from remat_kit._planner import auto as planner
 from remat_kit._policy import recipe
@@ -104,13 +103,41 @@ def test_a_budget_that_cannot_be_met_is_a_warning_or_an_error():
         policy(auto("banana"))(step)(copies(), X)
 
 
+_PARTITIONED = """
+import warnings
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import jax.numpy as jnp
+import remat_kit
+
+step = jax.jit(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w))
+mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+w, x = jnp.ones((8, 8)), jax.device_put(jnp.ones((64, 8)), place)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    found = remat_kit.policy("auto:0.5")(step)(w, x)
+assert "over 2 devices" in str(caught[0].message), caught
+assert jnp.array_equal(found, step(w, x))
+try:
+    remat_kit.policy(remat_kit.auto(0.5, strict=True))(step)(w, x)
+except remat_kit.PolicyError as error:
+    assert "over 2 devices" in str(error)
+else:
+    raise AssertionError("no error")
+"""
+
+
+def test_a_partitioned_step_is_not_planned_as_one_of_a_single_device():
+    subprocess.run([sys.executable, "-c", _PARTITIONED], check=True)
+
+
 def test_what_is_no_loss_and_no_step():
     with pytest.raises(PolicyError, match="plans a loss or a training step"):
         jax.grad(lambda w: policy(auto(0.7))(lambda w: w @ w)(w).sum())(WEIGHTS[0])
 
 
 def test_the_text_of_the_policy():
-    assert remat_kit.Recipe
     chosen = auto(0.5, target="cpu", objective="time", path="plan.toml", strict=True)
     assert repr(chosen) == (
         "auto(0.5, target='cpu', objective='time', path='plan.toml', strict=True)"
