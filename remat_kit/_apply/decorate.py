@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jec
 
 from remat_kit import _frames, _jax, _units
 from remat_kit._apply import steps as _steps
@@ -392,14 +391,12 @@ class Application:
         base = _paths.join_scopes(_jax.current_scopes())
         call, traced, step = self._traced(fn, args, kwargs, base, steps, optimizer)
         if step:
-            assert steps is not None
-            return steps.traced(call, traced)
+            return call.evaluated(traced)
         if steps is not None and self.losses is not None:
             raise self.no_step()
         if isinstance(self.policy, _structural.Automatic):
             return self._planned(self.policy, call, traced, loop, base)
         first = not self.calls[1:]
-        closed = traced.closed
         program = Program.traced(traced, base)
         with self._hint_on_equinox((args, kwargs)):
             self._check(program)
@@ -412,8 +409,7 @@ class Application:
             if self.at is None and keeps_nothing(self.policy):
                 return self._recomputed(call, not loop if flags is None else flags)
             if self._has_no_derivative(traced, call.arrays):
-                run = jec.jaxpr_as_fun(closed)
-                return call.result(traced, run(*traced.consts, *call.arrays))
+                return call.evaluated(traced)
             return call.result(traced, BlockCutter(self, loop, flags).run(program, call.arrays))
 
     def _traced(
@@ -486,9 +482,7 @@ class Application:
         if _taken.being_differentiated() or not self._has_no_derivative(traced, call.arrays):
             plan = _steps.planned_loss(auto, self, call, traced)
         if plan is None:
-            return call.result(
-                traced, jec.jaxpr_as_fun(traced.closed)(*traced.consts, *call.arrays)
-            )
+            return call.evaluated(traced)
         cutter = BlockCutter(self.with_policy(plan), loop, None)
         return call.result(traced, cutter.run(Program.traced(traced, base), call.arrays))
 

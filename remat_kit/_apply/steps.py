@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
-import jax.extend.core as jec
-import jax.numpy as jnp
 
 from remat_kit import _frames, _jax
 from remat_kit._errors import PolicyError, unknown
@@ -152,11 +150,6 @@ class StepCalls:
             self.planned[plan] = StepCalls(app, self.fn, True, self.losses)
         return True, self.planned[plan].run(args, kwargs)
 
-    def traced(self, call: Call, traced: _jax.Traced) -> Any:
-        """Return the result of a step of which a trace with regions exists."""
-        outs = jec.jaxpr_as_fun(traced.closed)(*traced.consts, *call.arrays)
-        return call.result(traced, outs)
-
     def check_losses(self) -> None:
         """Raise if ``losses=`` matches none of the losses that the step differentiates."""
         if self.losses is not None and self.seen and not any(self.seen.values()):
@@ -169,10 +162,9 @@ def planned_loss(auto: Automatic, app: Applied, call: Call, traced: _jax.Traced)
     differentiated = [_jax.is_differentiated(x) for x in call.arrays]
     if not any(differentiated):  # a `jit` hides the tangents
         differentiated = [True] * len(call.arrays)
-    floating = [_is_floating(a) for a in closed.in_avals]
     active = [False] * constants + differentiated
     first = closed.out_avals[0] if closed.out_avals else None
-    if first is None or first.shape != () or not _is_floating(first):
+    if not _taken.is_real_scalar(first):
         raise PolicyError(
             f"`{app.call}`: `auto` plans a loss or a training step, and the result of this "
             "function is no scalar",
@@ -183,17 +175,14 @@ def planned_loss(auto: Automatic, app: Applied, call: Call, traced: _jax.Traced)
         source="",
         jaxpr=closed,
         constants=constants,
-        active=tuple(a and f for a, f in zip(active, floating, strict=True)),
+        active=tuple(
+            a and _taken.is_inexact(v) for a, v in zip(active, closed.in_avals, strict=True)
+        ),
         wanted=tuple(i == 0 for i in range(len(closed.out_avals))),
         names=tuple(f"args[{i}]" for i in range(len(closed.in_avals))),
         base=_paths.join_scopes(_jax.current_scopes()),
     )
     return _planner().plan_for_loss(auto, loss, app.call)
-
-
-def _is_floating(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def _planner() -> Any:

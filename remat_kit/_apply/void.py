@@ -286,17 +286,12 @@ def has_gradient(program: Program, args: Sequence[Any], matches: Matches | None)
         return not args or any(map(is_inexact, (*traced, *args)))
     inside = [eqn for path, eqn in _equations(program.eqns, program.base) if matches(path)]
     atoms = [v for eqn in inside for v in eqn.invars if not isinstance(v, jec.Literal)]
-    return not inside or any(_is_inexact(v.aval) for v in atoms)
+    return not inside or any(_taken.is_inexact(v.aval) for v in atoms)
 
 
 def is_inexact(x: Any) -> bool:
     """Tell whether a value has a floating-point or complex type, so that it can have a gradient."""
-    return _is_inexact(jax.typeof(x))
-
-
-def _is_inexact(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    return _taken.is_inexact(jax.typeof(x))
 
 
 def _equations(eqns: Sequence[Any], base: Path) -> Iterator[tuple[Path, Any]]:

@@ -7,8 +7,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax.extend.core as jec
-
 from remat_kit import _frames, _jax
 from remat_kit._apply import decorate as _decorate
 from remat_kit._apply.steps import StepCalls
@@ -61,8 +59,7 @@ class LossesOfScript:
         call = _arguments.Call(loss.function, inputs, {})
         with _flax.nnx_scopes(), _taken.differentiated_later():
             traced = call.trace()
-        outs = jec.jaxpr_as_fun(traced.closed)(*traced.consts, *call.arrays)
-        return loss.result(call.result(traced, outs))
+        return loss.result(call.evaluated(traced))
 
 
 @contextlib.contextmanager

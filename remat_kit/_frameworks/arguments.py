@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 
@@ -90,6 +91,11 @@ class Call:
         The other leaves of the result are those of the trace.
         """
         return self._whole(jax.tree.unflatten(traced.out_tree, outs))
+
+    def evaluated(self, traced: _jax.Traced) -> Any:
+        """Run the program of a trace on the arrays of this call, and return the result."""
+        outs = jec.jaxpr_as_fun(traced.closed)(*traced.consts, *self.arrays)
+        return self.result(traced, outs)
 
     def like_arguments(self, values: Sequence[Any]) -> Any:
         """Return one value for each array, arranged as `jax.checkpoint` arranges the arguments."""

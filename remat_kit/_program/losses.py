@@ -114,10 +114,6 @@ class Loss:
         assert len(program.invars) == own + len(self.active)
         return dataclasses.replace(program, consts=consts)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values, ready for `json.dumps`."""
-        return {"name": self.name, "source": self.source, "times": self.times, "loop": self.loop}
-
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
@@ -227,9 +223,9 @@ class _Observer:
             traced = call.trace()
         traced = _jax.reordered(traced, _jax.order_of_making(traced.consts))
         closed, constants = traced.closed, len(traced.consts)
-        active = [i >= constants and _is_inexact(a) for i, a in enumerate(closed.in_avals)]
+        active = [i >= constants and _taken.is_inexact(a) for i, a in enumerate(closed.in_avals)]
         wanted = [
-            i < loss.differentiated and _is_inexact(a) for i, a in enumerate(closed.out_avals)
+            i < loss.differentiated and _taken.is_inexact(a) for i, a in enumerate(closed.out_avals)
         ]
         mark = _mark(len(self.losses))
         self.losses.append(
@@ -245,8 +241,7 @@ class _Observer:
             )
         )
         with jax.named_scope(mark):
-            outs = jec.jaxpr_as_fun(closed)(*traced.consts, *call.arrays)
-        return loss.result(call.result(traced, outs))
+            return loss.result(call.evaluated(traced))
 
 
 def _names(found: _jax.Differentiated, args: tuple[Any, ...]) -> list[str]:
@@ -259,11 +254,6 @@ def _names(found: _jax.Differentiated, args: tuple[Any, ...]) -> list[str]:
         head = str(plain[index]) if len(args) <= len(plain) else f"args[{index}]"
         names.append(head + jax.tree_util.keystr(path[1:]))
     return names
-
-
-def _is_inexact(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _mark(number: int) -> str:
@@ -500,9 +490,9 @@ def result_is_of_a_step(closed: Any, result: Any, args: Sequence[Any]) -> bool:
     if the scalar does not depend on the gradient, and the rest contains an update or a gradient.
     """
     leaves = jax.tree.leaves(result)
-    if len(leaves) == 1 and _is_scalar(leaves[0]):
+    if len(leaves) == 1 and _taken.is_real_scalar(leaves[0]):
         return False
-    pair = isinstance(result, tuple) and len(result) == 2 and _is_scalar(result[0])
+    pair = isinstance(result, tuple) and len(result) == 2 and _taken.is_real_scalar(result[0])
     if not pair:
         return True
     gradient = _taken.taken(closed)
@@ -511,10 +501,6 @@ def result_is_of_a_step(closed: Any, result: Any, args: Sequence[Any]) -> bool:
     return any(gradient.updated) or any(
         _taken.returns_gradient_of(gradient, result, a) for a in args if jax.tree.leaves(a)
     )
-
-
-def _is_scalar(x: Any) -> bool:
-    return getattr(x, "shape", None) == () and _is_inexact(x)
 
 
 def holds_optimizer(args: Any) -> bool:

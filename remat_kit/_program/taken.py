@@ -78,9 +78,9 @@ def is_loss(gradient: Taken, result: Any) -> bool:
         gradient: the gradient that the function takes, from `taken`.
         result: the shapes of the result of the function.
     """
-    if _is_real_scalar(result):
+    if is_real_scalar(result):
         return True
-    pair = isinstance(result, tuple) and len(result) == 2 and _is_real_scalar(result[0])
+    pair = isinstance(result, tuple) and len(result) == 2 and is_real_scalar(result[0])
     return pair and gradient.reached[0]
 
 
@@ -129,7 +129,14 @@ def being_differentiated() -> bool:
     return _expected.get() or _jax.being_differentiated()
 
 
-def _is_real_scalar(value: Any) -> bool:
+def is_inexact(aval: Any) -> bool:
+    """Tell whether an array has a floating-point or complex type, and so may have a gradient."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def is_real_scalar(value: Any) -> bool:
+    """Tell whether an array is a real floating-point scalar, as a loss is."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or getattr(value, "shape", None) != ():
         return False
