@@ -139,6 +139,12 @@ def policy(
     chosen = _reading.as_policy(what, call=f"policy({_text(what)})")
     if chosen is None:
         return lambda target: target
+    if isinstance(chosen, _structural.Automatic) and at is not None:
+        raise UserError(
+            f"`policy({_text(what)}, at={at!r})`: `auto` plans a whole loss or step, and finds its "
+            "regions itself",
+            hint="leave at= out, and decorate the loss or the step instead of its blocks",
+        )
     application = Application(
         policy=chosen,
         at=at,
@@ -479,7 +485,9 @@ class Application:
     ) -> Any:
         """Run a loss with the plan that `auto` asks for."""
         plan = None
-        if _taken.being_differentiated() or not self._has_no_derivative(traced, call.arrays):
+        # remat_kit traces a loss before it differentiates it; then the tangents are not there yet.
+        early = _taken.expected() and not any(map(_jax.is_differentiated, call.arrays))
+        if not early and not self._has_no_derivative(traced, call.arrays):
             plan = _steps.planned_loss(auto, self, call, traced)
         if plan is None:
             return call.evaluated(traced)

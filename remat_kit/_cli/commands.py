@@ -51,7 +51,8 @@ class _Job:
         return {policy: self._loss(policy) for policy in self.policies}
 
     def _loss(self, policy: str) -> Loss:
-        if policy == BASELINE or self.at is None:
+        whole = _is_of_the_whole_program(policy)
+        if policy == BASELINE or (self.at is None and not whole):
             return self.builder.build(self.sizes, None if policy == BASELINE else policy)
         import remat_kit
 
@@ -75,13 +76,24 @@ def _job(options: argparse.Namespace, targets: Sequence[str] = ()) -> Iterator[_
     for kind in ("json", "save", "html"):
         check_writable(getattr(options, kind, None), kind)
     with loaded(options.model) as builder:
-        if set(policies[1:]) - plans and options.at is None and not builder.takes_policy:
+        on_blocks = [p for p in policies[1:] if p not in plans and not _is_of_the_whole_program(p)]
+        if on_blocks and options.at is None and not builder.takes_policy:
             raise UserError(
                 f"`{options.model}`: the builder takes no policy",
                 hint="name the modules for the policies with --at, for example --at '*/block_*', "
                 "or give the builder a parameter `policy`",
             )
         yield _Job(builder, policies, chosen, options.at, sizes)
+
+
+def _is_of_the_whole_program(policy: str) -> bool:
+    """Tell whether a policy is a plan or `auto`, which the blocks of a model cannot have."""
+    from remat_kit._policy.reading import as_policy
+    from remat_kit._policy.structural import Automatic, Planned
+
+    return policy not in (BASELINE, *PLAN_OPTIONS) and isinstance(
+        as_policy(policy, call=f"--policy {policy}"), (Automatic, Planned)
+    )
 
 
 def _checked_policies(texts: Sequence[str], plans: Container[str] = ()) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from interpreter import one_by_one
 from step_programs import updated
 
 from remat_kit import PolicyError, RematKitWarning, UserError, auto, policy
+from remat_kit._cli.main import main
 from remat_kit._planner import auto as planner
 from remat_kit._policy import recipe
 
@@ -135,6 +136,19 @@ def test_a_partitioned_step_is_not_planned_as_one_of_a_single_device():
 def test_what_is_no_loss_and_no_step():
     with pytest.raises(PolicyError, match="plans a loss or a training step"):
         jax.grad(lambda w: policy(auto(0.7))(lambda w: w @ w)(w).sum())(WEIGHTS[0])
+
+
+def test_the_blocks_of_a_model_have_no_plan_of_their_own():
+    with pytest.raises(UserError, match="plans a whole loss or step"):
+        policy("auto:0.7", at="block_*")
+
+
+def test_the_command_line_plans_the_whole_loss(capsys):
+    size = ["--size", "batch=4096", "features=64", "hidden=64"]
+    assert main(["measure", "models/mlp.py:build", *size, "--policy", "auto:0.7"]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("remat_kit.auto: planned") == 1
+    assert "auto:0.7" in said.out
 
 
 def test_the_text_of_the_policy():

@@ -90,7 +90,7 @@ def test_what_a_step_holds_beside_its_loss():
 
     weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4
     x = jax.ShapeDtypeStruct((4, 512, 256), jnp.float32)
-    compiled = compile_program(step, (weights, x), "cpu")
+    compiled = compile_program(step, (weights, x), "cpu", argnums=None)
     beside, least = steps.rest_of_step(compiled)
     size = 256 * 256 * 4
     # The weights, the batch and the sums of the gradients are live beside the loss.
