@@ -12,7 +12,7 @@ import json
 import mmap
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from remat_kit._chip.cache import default_cache, key_of
@@ -71,9 +71,10 @@ TOPOLOGY_OPTIONS: dict[str, dict[str, str]] = {"v4:2x2x1": {"chip_config_name": 
 
 
 # -- NVIDIA GPUs ----------------------------------------------------------------------------
-# The compiler needs a description of the GPU. The CUDA plugin contains the descriptions of most
-# data-centre GPUs as text, which this module reads when they are needed. The other GPUs are
-# described here. The peak rates are those in the vendor's data sheets, for dense matrices.
+# The compiler needs a description of the GPU. The newest CUDA plugin contains the descriptions of
+# most data-centre GPUs as text, which this module reads when they are needed. The other GPUs, and
+# all GPUs for an older plugin, are described here. The peak rates are those in the vendor's data
+# sheets, for dense matrices.
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ GPUS: dict[str, Gpu] = {
 
 @dataclass(frozen=True)
 class _Silicon:
-    """What the compiler must know about a GPU that the plugin does not describe."""
+    """What the compiler must know about a GPU, where the plugin does not describe it."""
 
     capability: tuple[int, int]
     cores: int
@@ -172,9 +173,11 @@ class _Silicon:
     shared_optin: int
     threads_per_core: int
     lanes_per_core: int
+    accelerated: bool = False  # the compiler may use instructions of this architecture alone
 
     def text(self, gpu: Gpu) -> str:
         major, minor = self.capability
+        extension = "ACCELERATED_FEATURES" if self.accelerated else "NONE"
         return f"""gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   shared_memory_per_core: {self.shared_per_core} threads_per_core_limit: {self.threads_per_core}
@@ -183,7 +186,7 @@ class _Silicon:
   memory_bandwidth: {int(gpu.bandwidth)} l2_cache_size: {self.l2_bytes}
   clock_rate_ghz: {self.clock_ghz} device_memory_size: {gpu.memory_bytes}
   shared_memory_per_block_optin: {self.shared_optin}
-  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
 }}
 platform_name: "CUDA"
@@ -196,7 +199,32 @@ device_description_str: "{gpu.description}"
 MIB = 2**20
 
 
+_A100_SILICON = _Silicon((8, 0), 108, 1.41, 40 * MIB, 167936, 166912, 2048, 64)
+_H100_SILICON = _Silicon((9, 0), 132, 1.98, 50 * MIB, 233472, 232448, 2048, 128, accelerated=True)
+_B200_SILICON = replace(
+    _H100_SILICON, capability=(10, 0), cores=148, clock_ghz=1.965, l2_bytes=253 * MIB // 2
+)
+_GB200_SILICON = replace(_B200_SILICON, cores=152, clock_ghz=2.062, l2_bytes=517 * MIB // 4)
+_GB300_SILICON = replace(_GB200_SILICON, capability=(10, 3), clock_ghz=2.07)
+
+
+# The plugins of jax 0.10 and 0.11 contain no description of a GPU; that of jax 0.12 describes all
+# of these but the last five, with these numbers.
 SILICON: dict[str, _Silicon] = {
+    "p100": _Silicon((6, 0), 56, 1.4805, 4 * MIB, 65536, 49152, 2048, 64),
+    "v100": _Silicon((7, 0), 80, 1.53, 6 * MIB, 98304, 98304, 2048, 64),
+    "a100-40g": _A100_SILICON,
+    "a100-80g": _A100_SILICON,
+    "a100-80g-pcie": replace(_A100_SILICON, clock_ghz=1.1105),
+    "a6000": _Silicon((8, 6), 84, 1.8, 6 * MIB, 102400, 101376, 1536, 128),
+    "rtx-pro-6000": _Silicon((12, 0), 188, 2.6, 128 * MIB, 131072, 101376, 1536, 128),
+    "h100": _H100_SILICON,
+    "h100-pcie": replace(_H100_SILICON, cores=114, clock_ghz=1.755),
+    "h200": _H100_SILICON,
+    "b200": _B200_SILICON,
+    "b300": replace(_GB300_SILICON, cores=158, clock_ghz=1.965, accelerated=False),
+    "gb200": _GB200_SILICON,
+    "gb300": _GB300_SILICON,
     "v100-32g": _Silicon((7, 0), 80, 1.53, 6 * MIB, 98304, 98304, 2048, 64),
     "t4": _Silicon((7, 5), 40, 1.59, 4 * MIB, 65536, 65536, 1024, 64),
     "l4": _Silicon((8, 9), 58, 2.04, 48 * MIB, 102400, 101376, 1536, 128),

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from remat_kit import _frames, _jax
 from remat_kit._chip import lowering as _lowering
 from remat_kit._chip.cache import Cache, default_cache, key_of
-from remat_kit._chip.catalogue import TOPOLOGY_OPTIONS, Options, cuda_plugin
+from remat_kit._chip.catalogue import TOPOLOGY_OPTIONS, Options
 from remat_kit._chip.memory import Memory
 from remat_kit._chip.target import (
     EXTRAS,
@@ -40,7 +40,7 @@ from remat_kit._chip.target import (
 )
 from remat_kit._chip.worker import Worker, WorkerDiedError
 from remat_kit._compiled.hlo import xla_remat_count
-from remat_kit._errors import CompileError, MissingPluginError, TargetError, UserError
+from remat_kit._errors import CompileError, MissingPluginError, UserError
 from remat_kit._program import losses as _losses
 from remat_kit._program import step as _step
 from remat_kit._program import traced as _traced
@@ -261,12 +261,6 @@ def _target_of(name: str | Target) -> Target:
 def _require(chip: Target, call: str) -> None:
     if chip.available:
         return
-    if chip.platform == "cuda" and cuda_plugin() is not None:
-        raise TargetError(
-            f"`{call}(..., target={chip.name!r})`: the installed CUDA plugin has no description "
-            "of this card",
-            hint="install the newest: " + EXTRAS["cuda"],
-        )
     raise MissingPluginError(
         f"`{call}(..., target={chip.name!r})`: the compiler for {chip.platform} is not installed",
         hint=EXTRAS[chip.platform],
