@@ -92,12 +92,16 @@ def described(
     }
 
 
-def ending(report: Mapping[str, Any], about: str) -> list[str]:
-    """Return the last lines of a report in Markdown: what it shows, when, with what, by what."""
+def ending(report: Mapping[str, Any], about: str, *, compiled_only: bool = True) -> list[str]:
+    """Return the last lines of a report in Markdown: what it shows, when, with what, by what.
+
+    With ``compiled_only`` they say that no chip was there, as is true of all that is only compiled.
+    """
+    absent = " No chip but a CPU was there." if compiled_only else ""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     return [
         "",
-        f"{about} No chip but a CPU was there. Taken on {report['date']} with {versions}, by",
+        f"{about}{absent} Taken on {report['date']} with {versions}, by",
         "",
         "```",
         report["command"],

@@ -1,0 +1,437 @@
+"""Hold what is compiled without a GPU against the GPU itself: memory, step time, results.
+
+    python benchmarks/on_device.py plan --folder plans                (no GPU is needed)
+    python benchmarks/on_device.py run --folder plans --json benchmarks/results/on_device_h100.json
+
+The first command plans each program for a chip that need not be in the machine, and writes the
+plans and the memory that its compiler reports. There are four variants of a program: as it is (``none``),
+with each block recomputed as `jax.checkpoint` does (``blocks``), with a plan for half of the
+activations (``half``), and with a plan for the memory of ``blocks`` (``same``).
+
+The second command runs the variants on the device of this machine. Each program runs in a process
+of its own, which reads compiled programs from a cache, so that the allocator's peak contains
+nothing of the compiler's own trials. The variants run in the order of their expected peaks and each
+peak is read after its first step; then they run by turns, and the table shows the medians. Where a
+variant does not raise the allocator's peak, none is shown for it.
+
+``--smoke`` does both at small sizes on the CPU, which reports no allocator's peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import _common
+from _common import MIB, Case
+
+VARIANTS = ("none", "blocks", "half", "same")
+SECONDS = 2.0  # of steps of each program, at least
+ROUNDS = 5  # of steps of each variant, at least
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A model at a size, and whether it is a whole AdamW step or a gradient."""
+
+    case: Case
+    step: bool = False
+
+    def build(self, policy: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return the loss or the step and the shapes of its arguments, with a policy on blocks."""
+        import jax
+
+        loss, args = self.case.loss(policy)
+        if not self.step:
+            return loss, args
+        params, *rest = args
+        return training_step(loss), (params, jax.eval_shape(_optimizer().init, params), *rest)
+
+    def values(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return values for the arguments. A fresh optimizer's state is computed, not drawn."""
+        from remat_kit.testing import equivalence
+
+        if not self.step:
+            return equivalence.seeded(args, 0)
+        params, _, *rest = args
+        params, *rest = equivalence.seeded((params, *rest), 0)
+        return params, _optimizer().init(params), *rest
+
+
+def _optimizer() -> Any:
+    import optax
+
+    return optax.adamw(1e-4)
+
+
+def training_step(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a jitted step that donates its parameters and its optimizer's state."""
+    import jax
+    import optax
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, state: Any, *batch: Any) -> tuple[Any, Any, Any]:
+        value, gradient = jax.value_and_grad(loss)(params, *batch)
+        updates, state = _optimizer().update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+PROGRAMS = {
+    "gpt12": Program(Case("GPT, 12 layers, 8 × 1024", "gpt", {"size": "small"})),
+    "gpt12_step": Program(
+        Case("the same, an AdamW step in bfloat16", "gpt", {"size": "small", "dtype": "bf16"}),
+        step=True,
+    ),
+    "gpt24_scan": Program(
+        Case(
+            "GPT, 24 scanned layers, 4 × 1024", "gpt", {"size": "medium", "scan": True, "batch": 4}
+        )
+    ),
+    "vit": Program(Case("ViT-B/16, 64 images", "vit", {})),
+    "resnet50": Program(Case("ResNet-50, 64 images", "resnet", {"depth": 50, "batch": 64})),
+    "vgg16": Program(Case("VGG-16, 64 images", "vgg", {"depth": 16})),
+    "unet": Program(Case("U-Net, 4 images of 572²", "unet", {"batch": 4})),
+    "llama": Program(
+        Case(
+            "Llama (NNX), 2 layers, 8192 tokens",
+            "llama_nnx",
+            {"layers": 2, "seq": 8192, "vocab": 32000},
+        )
+    ),
+    "moe": Program(Case("mixture of experts, 8 × 1024", "moe", {"seq": 1024})),
+    "bert": Program(
+        Case("BERT-Large, 16 × 512", "bert", {"size": "large", "batch": 16, "seq": 512})
+    ),
+}
+SMOKE = {
+    "mlp": Program(
+        Case("residual MLP", "residual_mlp", {"batch": 4096, "width": 16, "layers": 4}), step=True
+    ),
+    "gpt": Program(Case("GPT, tiny", "gpt", {"size": "tiny", "batch": 2, "seq": 64})),
+}
+
+
+# -- without the device ---------------------------------------------------------------------------
+
+
+def planned(program: Program, target: str, stem: pathlib.Path) -> dict[str, Any]:
+    """Plan a program, save its plans beside ``stem``, and return what the compiler reports."""
+    import remat_kit
+
+    fn, args = program.build("none")
+    blocks = remat_kit.measure(*_called(program, "nothing"), target=target)
+    found: dict[str, Any] = {"blocks": _expected(blocks)}
+    for variant, budget in (("half", 0.5), ("same", blocks.peak_bytes)):
+        try:
+            plan = remat_kit.plan(fn, *args, budget=budget, target=target)
+        except remat_kit.UserError as error:
+            found[variant] = {"error": error.message}
+            continue
+        plan.save(stem.with_suffix(f".{variant}.toml"))
+        assert plan.compiled is not None
+        assert plan.baseline is not None
+        assert plan.point is not None
+        before = plan.step_seconds - plan.point.extra_seconds
+        found["none"] = _expected(plan.baseline)
+        found[variant] = _expected(plan.compiled) | {
+            "predicted_bytes": plan.predicted_peak_bytes,
+            "predicted_time_ratio": plan.step_seconds / before,
+        }
+    if "none" not in found:
+        found["none"] = _expected(remat_kit.measure(fn, *args, target=target))
+    return found | {"target": target, "versions": dict(blocks.versions)}
+
+
+def _called(program: Program, policy: str) -> tuple[Any, ...]:
+    fn, args = program.build(policy)
+    return fn, *args
+
+
+def _expected(memory: Any) -> dict[str, Any]:
+    return {"peak_bytes": memory.peak_bytes, "temp_bytes": memory.temp_bytes}
+
+
+def plan_all(
+    programs: Mapping[str, Program], target: str, folder: pathlib.Path
+) -> Iterator[tuple[str, str]]:
+    """Plan the programs that the folder does not have yet, and yield each one's name and end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, program in programs.items():
+        path = folder / f"{name}.json"
+        if path.exists():
+            yield name, "is there"
+            continue
+        begun = time.monotonic()
+        found = planned(program, target, folder / name)
+        path.write_text(json.dumps(found), encoding="utf-8")
+        yield name, f"{time.monotonic() - begun:.0f} s"
+
+
+# -- on the device --------------------------------------------------------------------------------
+
+
+def variants(program: Program, name: str, folder: pathlib.Path) -> dict[str, Any]:
+    """Return the jitted function of each variant that was planned, by rising expected peak."""
+    import jax
+
+    import remat_kit
+
+    expected = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    there = [v for v in VARIANTS if "peak_bytes" in expected[v]]
+    functions = {}
+    for variant in sorted(there, key=lambda v: expected[v]["peak_bytes"]):
+        fn, _ = program.build("nothing" if variant == "blocks" else "none")
+        if variant in ("half", "same"):
+            fn = remat_kit.policy(str(folder / f"{name}.{variant}.toml"))(fn)
+        functions[variant] = (
+            jax.jit(fn, donate_argnums=(0, 1)) if program.step else jax.jit(jax.value_and_grad(fn))
+        )
+    return functions
+
+
+def compile_all(programs: Mapping[str, Program], folder: pathlib.Path) -> None:
+    """Compile every variant, several at a time, so that the cache contains them."""
+    lowered = []
+    for name, program in programs.items():
+        _, args = program.build("none")
+        lowered += [f.lower(*args) for f in variants(program, name, folder).values()]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda each: each.compile(), lowered))
+
+
+@dataclasses.dataclass
+class Runner:
+    """A compiled variant and the state that its steps carry on."""
+
+    call: Callable[..., Any]
+    program: Program
+    losses: list[float] = dataclasses.field(default_factory=list)
+
+    def once(self, values: tuple[Any, ...]) -> tuple[float, tuple[Any, ...]]:
+        """Run a step, and return its seconds and the arguments of the next one."""
+        import jax
+
+        begun = time.perf_counter()
+        results = jax.block_until_ready(self.call(*values))
+        seconds = time.perf_counter() - begun
+        if self.program.step:
+            self.losses.append(float(results[2]))
+            return seconds, (*results[:2], *values[2:])
+        self.losses.append(float(results[0]))
+        return seconds, values
+
+
+def run(program: Program, name: str, folder: pathlib.Path) -> dict[str, Any]:
+    """Run the variants of a program on this machine's device and return their figures."""
+    import jax
+
+    _, args = program.build("none")
+    values = program.values(args)
+    device = jax.local_devices()[0]
+    found: dict[str, Any] = {}
+    runners: dict[str, Runner] = {}
+    highest = 0
+    for variant, function in variants(program, name, folder).items():
+        compiled = function.lower(*args).compile()
+        runners[variant] = Runner(compiled, program)
+        _, values = runners[variant].once(values)
+        peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+        memory = compiled.memory_analysis()
+        found[variant] = {
+            "compiled_bytes": memory.argument_size_in_bytes
+            + memory.output_size_in_bytes
+            - memory.alias_size_in_bytes
+            + memory.temp_size_in_bytes,
+            "allocated_bytes": peak if peak > highest else None,
+        }
+        highest = max(highest, peak)
+    times = _by_turns(runners, values)
+    for variant, seconds in times.items():
+        found[variant] |= {"seconds": statistics.median(seconds), "steps": len(seconds)}
+    for variant, apart in _differences(program, name, folder, args).items():
+        found[variant]["difference"] = apart
+    return {
+        "program": name,
+        "title": program.case.name,
+        "device": device.device_kind,
+        "expected": json.loads((folder / f"{name}.json").read_text(encoding="utf-8")),
+        "variants": found,
+    }
+
+
+def _by_turns(runners: Mapping[str, Runner], values: tuple[Any, ...]) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {variant: [] for variant in runners}
+    begun = time.monotonic()
+    while len(times["none"]) < ROUNDS or time.monotonic() - begun < SECONDS:
+        for variant, runner in runners.items():
+            seconds, values = runner.once(values)
+            times[variant].append(seconds)
+    return times
+
+
+def _differences(
+    program: Program, name: str, folder: pathlib.Path, args: tuple[Any, ...]
+) -> dict[str, float]:
+    """Return how far the results of each variant's first step are from those without a policy.
+
+    It is the norm of the difference of all gradients, or of all updated parameters, over the norm
+    of the gradients or parameters. JAX's cache of compiled programs makes the second compilation
+    cheap.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    def gradients(function: Any) -> Any:
+        results = function.lower(*args).compile()(*program.values(args))
+        return results[0] if program.step else results[1]
+
+    def norm(tree: Any) -> Any:
+        return jnp.sqrt(
+            sum(jnp.sum(jnp.square(x.astype("float32"))) for x in jax.tree.leaves(tree))
+        )
+
+    functions = variants(program, name, folder)
+    reference = gradients(functions.pop("none"))
+    apart = {}
+    for variant, function in functions.items():
+        other = gradients(function)
+        apart[variant] = float(norm(jax.tree.map(jnp.subtract, other, reference)) / norm(reference))
+    return apart
+
+
+# -- the command line -----------------------------------------------------------------------------
+
+
+def in_processes(
+    names: Sequence[str], given: Sequence[str], cache: str
+) -> Iterator[dict[str, Any]]:
+    """Compile all programs in one process, then run each in one of its own."""
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    command = [sys.executable, __file__, "child", *given]
+    subprocess.run([*command, "--only", *names], env=environment, check=False)
+    for name in names:
+        done = subprocess.run(
+            [*command, "--run", name], env=environment, stdout=subprocess.PIPE, check=False
+        )
+        lines = done.stdout.decode().splitlines()
+        if done.returncode == 0 and lines:
+            yield json.loads(lines[-1])
+        else:
+            yield {"program": name, "error": f"the process ended with status {done.returncode}"}
+
+
+def rendered(report: Mapping[str, Any]) -> str:
+    """Return a report as Markdown."""
+    lines = [
+        "| program | variant | MiB, compiled without the card | compiled on the card | allocated | "
+        "step ms | × none | predicted | difference |",
+        "|---|---|" + "---:|" * 7,
+    ]
+    for row in report["rows"]:
+        if "error" in row:
+            lines.append(f"| {row['program']} | {row['error']} |" + " |" * 7)
+            continue
+        for variant in VARIANTS:
+            lines.append(_line(row, variant))
+    about = (
+        f"Run on {report['device']}; planned for {report['target']} without it. 'Allocated' is the "
+        "allocator's peak, 'difference' that of the gradients (of the updated parameters for a "
+        "whole step) from those of none, by norm."
+    )
+    return "\n".join([*lines, *_common.ending(report, about, compiled_only=False)])
+
+
+def _line(row: Mapping[str, Any], variant: str) -> str:
+    expected, found = row["expected"][variant], row["variants"].get(variant)
+    if found is None:
+        return f"| {row['title']} | {variant} | {expected['error']} |" + " |" * 6
+    none = row["variants"]["none"]["seconds"]
+    allocated, predicted = found["allocated_bytes"], expected.get("predicted_time_ratio")
+    cells = [
+        *(row["title"], variant, f"{expected['peak_bytes'] / MIB:,.0f}"),
+        f"{found['compiled_bytes'] / MIB:,.0f}",
+        f"{allocated / MIB:,.0f}" if allocated else "–",
+        *(f"{1e3 * found['seconds']:.1f}", f"{found['seconds'] / none:.3f}"),
+        f"{predicted:.3f}" if predicted else "",
+        f"{found['difference']:.1e}" if "difference" in found else "",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _common.parser(__doc__)
+    parser.add_argument("command", choices=("plan", "run", "child"), nargs="?", default="run")
+    parser.add_argument("--folder", type=pathlib.Path, help="of the plans")
+    parser.add_argument("--target", default="h100", help="the chip to plan for; h100 by default")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these programs alone")
+    parser.add_argument("--run", metavar="NAME", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    options = _parser().parse_args(given)
+    known = SMOKE if options.smoke else PROGRAMS
+    target = "cpu" if options.smoke else options.target
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.folder or pathlib.Path(scratch) / "plans"
+        programs = {n: p for n, p in known.items() if options.only is None or n in options.only}
+        if options.command == "child":
+            if options.run is not None:
+                print(json.dumps(run(known[options.run], options.run, folder)))
+            else:
+                compile_all(programs, folder)
+            return 0
+        if options.command == "plan" or options.smoke:
+            for name, end in plan_all(programs, target, folder):
+                print(f"{name}: {end}", file=sys.stderr, flush=True)
+        if options.command == "plan":
+            return 0
+        names = [name for name in programs if (folder / f"{name}.json").exists()]
+        passed = ["--folder", str(folder), *(["--smoke"] if options.smoke else [])]
+        rows = list(in_processes(names, passed, scratch))
+    report = reported(rows, given, target)
+    print(rendered(report))
+    if options.json is not None:
+        _common.write(options.json, report, rendered(report))
+    return 1 if any("error" in row for row in rows) else 0
+
+
+def reported(rows: list[dict[str, Any]], given: Sequence[str], target: str) -> dict[str, Any]:
+    """Return the report of a run."""
+    import importlib.metadata
+
+    names = ("jax", "jaxlib", "jax-cuda13-plugin", "flax")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    report = _common.described(__file__, given, [versions])
+    device = next((row["device"] for row in rows if "device" in row), "no device")
+    return report | {"device": device, "target": target, "rows": rows}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
