@@ -4,9 +4,9 @@
     python benchmarks/on_device.py run --folder plans --json benchmarks/results/on_device_h100.json
 
 The first command plans each program for a chip that need not be in the machine, and writes the
-plans and the memory that its compiler reports. There are four variants of a program: as it is (``none``),
-with each block recomputed as `jax.checkpoint` does (``blocks``), with a plan for half of the
-activations (``half``), and with a plan for the memory of ``blocks`` (``same``).
+plans and the memory that its compiler reports. There are four variants of a program: as it is
+(``none``), with each block recomputed as `jax.checkpoint` does (``blocks``), with a plan for half
+of the activations (``half``), and with a plan for the memory of ``blocks`` (``same``).
 
 The second command runs the variants on the device of this machine. Each program runs in a process
 of its own, which reads compiled programs from a cache, so that the allocator's peak contains
@@ -134,6 +134,7 @@ def planned(program: Program, target: str, stem: pathlib.Path) -> dict[str, Any]
 
     fn, args = program.build("none")
     blocks = remat_kit.measure(*_called(program, "nothing"), target=target)
+    assert blocks.peak_bytes is not None
     found: dict[str, Any] = {"blocks": _expected(blocks)}
     for variant, budget in (("half", 0.5), ("same", blocks.peak_bytes)):
         try:
@@ -145,6 +146,8 @@ def planned(program: Program, target: str, stem: pathlib.Path) -> dict[str, Any]
         assert plan.compiled is not None
         assert plan.baseline is not None
         assert plan.point is not None
+        assert plan.step_seconds is not None
+        assert plan.predicted_peak_bytes is not None
         before = plan.step_seconds - plan.point.extra_seconds
         found["none"] = _expected(plan.baseline)
         found[variant] = _expected(plan.compiled) | {

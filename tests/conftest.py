@@ -11,7 +11,9 @@ import pathlib
 import shutil
 import tempfile
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+# `REMAT_KIT_TEST_PLATFORMS=cuda,cpu pytest tests/contract/test_gpu.py` runs on a GPU.
+_PLATFORMS = os.environ.get("REMAT_KIT_TEST_PLATFORMS", "cpu")
+os.environ["JAX_PLATFORMS"] = _PLATFORMS
 # XLA:CPU of jax 0.10 shows no saving from rematerialization with this scheduler. Later releases do
 # not need the flag; a large program takes a few percent more memory with it there.
 if importlib.metadata.version("jax").startswith("0.10."):
@@ -22,7 +24,8 @@ if importlib.metadata.version("jax").startswith("0.10."):
 # Most programs of the tests run once. The optimization of machine code takes half of the time of a
 # compilation, and changes nothing in what remat_kit measures (tests/chip/test_compile.py).
 # `JAX_DISABLE_MOST_OPTIMIZATIONS=0 pytest` compiles as users do, and so does `.ci/run oldest`.
-if "REMAT_KIT_EXAMPLES" not in os.environ:  # thousands of programs are compiled as users do
+# So are thousands of random programs, and what runs on a GPU.
+if "REMAT_KIT_EXAMPLES" not in os.environ and _PLATFORMS == "cpu":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # One cache for all workers of pytest-xdist: they inherit the first process's environment.
