@@ -328,10 +328,11 @@ def _why(
 
 # .. rounding
 
+# The precision of the default matrix product in float32.
 _BACKEND_PRODUCTS = {"tpu": 2.0**-7, "gpu": 2.0**-10, "cuda": 2.0**-10}  # bfloat16, tensorfloat32
 
 
-_PRODUCTS = ("dot_general", "conv_general_dilated")
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 def _rounding(programs: Sequence[Callable[..., Any]], structs: Sequence[Any]) -> float:
@@ -345,7 +346,7 @@ def _rounding(programs: Sequence[Callable[..., Any]], structs: Sequence[Any]) ->
             dtype = jnp.dtype(value.dtype) if _is_float(value.dtype) else None
             if dtype is not None:
                 found.append(float(jnp.finfo(dtype).eps))
-                if value.primitive in _PRODUCTS and dtype == jnp.float32:
+                if not _PRODUCTS.isdisjoint(value.primitives) and dtype == jnp.float32:
                     found.append(product)
     return max(found)
 

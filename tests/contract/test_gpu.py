@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import remat_kit
 from remat_kit import everything, named, offload, policy, save, testing
@@ -110,7 +111,7 @@ def test_auto_plans_for_the_card(tmp_path):
 
 def layers(weights, x):
     def layer(x, w):
-        y = jax.ad_checkpoint.checkpoint_name(x @ w, "product")
+        y = checkpoint_name(x @ w, "product")
         return x + jnp.tanh(y), None
 
     return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
@@ -131,7 +132,7 @@ def decorated_scan(chosen):
     def lean(weights, x):
         @policy(chosen)
         def layer(x, w):
-            y = jax.ad_checkpoint.checkpoint_name(x @ w, "product")
+            y = checkpoint_name(x @ w, "product")
             return x + jnp.tanh(y), None
 
         return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)

@@ -262,3 +262,20 @@ def test_several_arguments_are_differentiated():
     testing.assert_equivalent(loss, other, *args)
     with pytest.raises(CheckError, match=r"gradient\[1\] differs"):
         testing.assert_equivalent(loss, other, *args, argnums=(0, 1))
+
+
+@pytest.mark.parametrize("product", ["matmul", "convolution"])
+def test_the_unit_is_that_of_the_products_of_the_backend(monkeypatch, product):
+    """The default product of a GPU rounds to TensorFloat-32, and that of a TPU to bfloat16."""
+
+    def loss(w, x):
+        if product == "matmul":
+            return jnp.mean(jnp.tanh(x @ w[:, :, 0]) ** 2)
+        return jnp.mean(jax.lax.conv(x[:, :, None], w, (1,), "SAME") ** 2)
+
+    structs = jnp.zeros((4, 4, 1)), jnp.zeros((8, 4))
+    for backend, eps in [("gpu", 2.0**-10), ("tpu", 2.0**-7), ("cpu", 2.0**-23)]:
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        assert _equivalence._rounding([loss], structs) == eps
+        # Without a product, the unit is that of float32 on each of them.
+        assert _equivalence._rounding([lambda w, x: jnp.sum(jnp.sin(x))], structs) == 2.0**-23
