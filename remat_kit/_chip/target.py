@@ -225,8 +225,9 @@ def _cuda(name: str) -> Target:
 
 # Without the GPU, XLA cannot try its kernels. At the default autotuning level XLA (jax 0.12)
 # compiles the candidates anyway. That takes up to half of the compile time and changes neither the
-# program nor its memory.
-_CUDA_OPTIONS = (("xla_gpu_autotune_level", "0"),)
+# program nor its memory. XLA of jax 0.11.2 refuses some matrix products at level 0 ("No supported
+# config found").
+_CUDA_OPTIONS = (("xla_gpu_autotune_level", "0"),) if _jax.JAX_VERSION >= (0, 12) else ()
 
 
 _NO_AUTOTUNING = (

@@ -1,0 +1,35 @@
+"""The comparison with a device, on the CPU at small sizes."""
+
+import json
+
+import on_device
+
+
+def test_variants_run_and_are_held_against_what_was_planned(capsys, tmp_path):
+    path = tmp_path / "table.json"
+    given = ["--smoke", "--only", "mlp", "--folder", str(tmp_path / "plans"), "--json", str(path)]
+    assert on_device.main(given) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    expected, found = row["expected"], row["variants"]
+    assert set(found) == set(on_device.VARIANTS)
+    for variant in on_device.VARIANTS:
+        assert found[variant]["compiled_bytes"] == expected[variant]["peak_bytes"]
+        assert found[variant]["seconds"] > 0
+        assert found[variant]["allocated_bytes"] is None  # the CPU reports none
+    assert found["same"]["compiled_bytes"] <= found["blocks"]["compiled_bytes"]
+    assert found["half"]["compiled_bytes"] < found["none"]["compiled_bytes"]
+    assert all(found[v]["difference"] < 1e-6 for v in ("blocks", "half", "same"))
+    assert "| residual MLP | same |" in capsys.readouterr().out
+
+
+def test_a_program_that_fails_has_a_row_that_says_so(capfd, tmp_path):
+    plans = tmp_path / "plans"
+    plans.mkdir()
+    (plans / "mlp.json").write_text("{}")
+    given = ["run", "--only", "mlp", "--folder", str(plans), "--json", str(tmp_path / "t.json")]
+    programs, on_device.PROGRAMS = on_device.PROGRAMS, on_device.SMOKE
+    try:
+        assert on_device.main(given) == 1
+    finally:
+        on_device.PROGRAMS = programs
+    assert "the process ended with status" in capfd.readouterr().out
