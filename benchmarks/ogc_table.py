@@ -15,8 +15,6 @@ wrong call or a compiler that is not installed.
 from __future__ import annotations
 
 import datetime
-import functools
-import hashlib
 import json
 import pathlib
 import platform
@@ -34,6 +32,7 @@ from remat_kit._cli import bench as _bench
 from remat_kit._cli import published as _published
 from remat_kit._cli.bench import NOT_MEASURED
 from remat_kit._cli.published import COMPILES, TABLE
+from remat_kit._planner.revision import REVISION
 
 Row = dict[str, Any]
 
@@ -48,21 +47,9 @@ SMOKE: dict[str, dict[str, Any]] = {
     "resnet18": {"batch": 2, "image": 32, "width": 4, "classes": 10},
 }
 QUESTIONS = {"memory": "at their memory", "work": "at their work", "least": "least memory"}
-# A change in one of these subpackages can change a plan.
-_PLANNER = ("_apply", "_backend", "_compiled", "_planner", "_program")
 
 
 # -- taking rows ----------------------------------------------------------------------------------
-
-
-@functools.cache
-def planner() -> str:
-    """Return a short digest of the modules that a plan comes from, as they were imported."""
-    digest = hashlib.sha256()
-    for name in _PLANNER:
-        for path in sorted((ROOT / "remat_kit" / name).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def taken(arch: str, chip: str, sizes: Mapping[str, Any], compiles: int, say: Any = None) -> Row:
@@ -82,7 +69,7 @@ def _wanted(arch: str, chip: str, sizes: Mapping[str, Any], compiles: int) -> Ro
         "target": remat_kit.target(chip).name,
         "sizes": dict(_published.published(arch).sizes) | dict(sizes),
         "compiles": compiles,
-        "planner": planner(),
+        "planner": REVISION,
         "versions": versions,
     }
 
@@ -134,7 +121,7 @@ def reported(given: Sequence[str], rows: Iterable[Row]) -> dict[str, Any]:
         ),
     )
     report = _common.described(__file__, given, (row["versions"] for row in found))
-    return report | {"planner": planner(), "rows": found}
+    return report | {"planner": REVISION, "rows": found}
 
 
 def rendered(report: Mapping[str, Any]) -> str:

@@ -1,0 +1,11 @@
+"""Which planner made an answer? Its revision, a number that benchmarks write beside their rows.
+
+A row of a table is worth keeping as long as the planner would give it again. The revision rises
+when the planner's answers change, and not when its code moves or becomes faster. The test of this
+module compares the frontiers of a few frozen programs with recorded ones. If they differ, raise the
+number, and record the new frontiers as the test says.
+
+Example: `benchmarks/ogc_table.py` computes a row again if its ``planner`` is not this revision.
+"""
+
+REVISION = 1

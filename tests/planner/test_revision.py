@@ -1,0 +1,172 @@
+"""The recorded frontiers of frozen programs, which say when the planner's revision must rise.
+
+python tests/planner/test_revision.py      (prints the frontiers to record)
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from shapes import struct
+
+import remat_kit
+from remat_kit import _jax
+from remat_kit._planner.revision import REVISION
+
+# The programs are frozen: they are not those of `models/`, which may change for other reasons.
+
+
+def dense(weights, x):
+    for i, (up, down) in enumerate(weights):
+        with jax.named_scope(f"block_{i}"):
+            x = x + jax.nn.gelu(x @ up) @ down
+    return jnp.mean(x**2)
+
+
+def scanned(weights, x):
+    def layer(x, w):
+        y = x - jnp.mean(x, -1, keepdims=True)
+        return x + jnp.tanh(y @ w[0]) @ w[1], None
+
+    return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+
+def attention(weights, x):
+    for w in weights:
+        q, k, v = jnp.split(x @ w, 3, axis=-1)
+        scores = jax.nn.softmax(q @ k.mT / 8.0)
+        x = x + scores @ v
+    return jnp.mean(x**2)
+
+
+class Convolutional(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for features in (16, 32, 64):
+            x = nn.relu(nn.Conv(features, (3, 3))(x))
+            x = nn.max_pool(x, (2, 2), (2, 2))
+        return jnp.mean(nn.Dense(10)(x.reshape(x.shape[0], -1)) ** 2)
+
+
+def convolutional(params, x):
+    return Convolutional().apply(params, x)
+
+
+IMAGES = struct(16, 64, 64, 3)
+PROGRAMS = {
+    "dense": (dense, [(struct(64, 256), struct(256, 64))] * 8, struct(4096, 64)),
+    "scan": (scanned, (struct(12, 64, 64), struct(12, 64, 64)), struct(4096, 64)),
+    "attend": (attention, [struct(64, 192)] * 6, struct(8, 256, 64)),
+    "conv": (
+        convolutional,
+        jax.eval_shape(Convolutional().init, jax.random.key(0), IMAGES),
+        IMAGES,
+    ),
+}
+CHIPS = {
+    # The installed plugin may describe the card's bandwidth to more digits.
+    "h100": dataclasses.replace(remat_kit.target("h100"), bandwidth_bytes_per_second=3.352e12),
+    "v5e": remat_kit.target("tpu-v5e"),
+}
+
+
+def frontier(program, chip):
+    """Return the memory in KiB and the extra FLOPs, as a fraction, at five places of a frontier."""
+    fn, *args = PROGRAMS[program]
+    points = remat_kit.frontier(fn, *args, target=CHIPS[chip]).points
+    low, high = points[0].predicted_peak_bytes, points[-1].predicted_peak_bytes
+    found = []
+    for place in (0, 0.25, 0.5, 0.75, 1):
+        limit = low + place * (high - low)
+        best = min(
+            (p for p in points if p.predicted_peak_bytes <= limit),
+            key=lambda p: (p.extra_work, p.predicted_peak_bytes),
+        )
+        found.append((best.predicted_peak_bytes // 1024, round(best.extra_flops_fraction, 3)))
+    return found
+
+
+# Of this revision, on JAX 0.12.
+RECORDED = {
+    ("dense", "h100"): [
+        (17408, 3.525),
+        (32768, 0.453),
+        (49152, 0.451),
+        (65536, 0.269),
+        (81920, 0.0),
+    ],
+    ("dense", "v5e"): [
+        (13312, 3.075),
+        (19456, 0.45),
+        (27648, 0.329),
+        (35840, 0.193),
+        (48128, 0.0),
+    ],
+    ("scan", "h100"): [
+        (15120, 1.503),
+        (20432, 0.5),
+        (26960, 0.252),
+        (35104, 0.003),
+        (42768, 0.0),
+    ],
+    ("scan", "v5e"): [
+        (14800, 1.503),
+        (20112, 0.5),
+        (25552, 0.496),
+        (30032, 0.331),
+        (36816, 0.0),
+    ],
+    ("attend", "h100"): [
+        (8768, 4.429),
+        (16496, 0.476),
+        (24720, 0.368),
+        (32912, 0.244),
+        (41072, 0.0),
+    ],
+    ("attend", "v5e"): [
+        (9288, 1.171),
+        (12408, 0.398),
+        (15960, 0.249),
+        (19296, 0.171),
+        (22640, 0.003),
+    ],
+    ("conv", "h100"): [
+        (13560, 0.572),
+        (14328, 0.159),
+        (14328, 0.159),
+        (16632, 0.415),
+        (18424, 0.0),
+    ],
+    ("conv", "v5e"): [
+        (13560, 0.573),
+        (14200, 0.16),
+        (14200, 0.16),
+        (16632, 0.418),
+        (18168, 0.0),
+    ],
+}
+
+
+@pytest.mark.skipif(_jax.JAX_VERSION < (0, 12), reason="older versions of JAX trace other programs")
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_answers_of_this_revision(program, chip):
+    found, recorded = frontier(program, chip), RECORDED[program, chip]
+    for (size, extra), (size_before, extra_before) in zip(found, recorded, strict=True):
+        message = (
+            f"the planner's answers have changed since revision {REVISION}: raise it in "
+            "remat_kit/_planner/revision.py, and record what `python "
+            "tests/planner/test_revision.py` prints"
+        )
+        assert size == pytest.approx(size_before, rel=2e-3), message
+        assert extra == pytest.approx(extra_before, rel=2e-3, abs=2e-3), message
+
+
+if __name__ == "__main__":
+    print("RECORDED = {")
+    for name in PROGRAMS:
+        for of in CHIPS:
+            print(f'    ("{name}", "{of}"): [\n        {str(frontier(name, of))[1:-1]},\n    ],')
+    print("}")
