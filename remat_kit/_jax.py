@@ -42,7 +42,7 @@ from jax._src import (
 # `_chip.lowering`, which compiles. They use it as 0.10.2 and 0.12 have it.
 from jax._src import compiler as compiler
 from jax._src import dispatch as dispatch
-from jax._src.interpreters import ad, batching, mlir, partial_eval
+from jax._src.interpreters import ad, batching, mlir, partial_eval, pxla
 from jax._src.lax import lax as lax_internal
 from jax._src.lax import windowed_reductions as windowed_reductions
 from jax._src.lib import xla_client as xla_client
@@ -1432,6 +1432,64 @@ def partitions_of(sharding: Any) -> int:
     if not isinstance(sharding, jax.sharding.Sharding) or sharding.is_fully_replicated:
         return 1
     return int(sharding.num_devices)
+
+
+def devices_of(sharding: Any) -> int:
+    """Return the number of devices of a sharding, also of a `Format`; 1 if it is none."""
+    sharding = getattr(sharding, "sharding", sharding)
+    return int(sharding.num_devices) if isinstance(sharding, jax.sharding.Sharding) else 1
+
+
+def is_abstract(sharding: Any) -> bool:
+    """Tell whether a sharding, or that of a `Format`, is over an abstract mesh."""
+    mesh = getattr(getattr(sharding, "sharding", sharding), "mesh", None)
+    return isinstance(mesh, jax.sharding.AbstractMesh)
+
+
+def concrete(sharding: Any) -> jax.sharding.NamedSharding:
+    """Return a sharding over an abstract mesh as one over the first devices of this process."""
+    named = getattr(sharding, "sharding", sharding)
+    mesh = named.mesh
+    placed = jax.make_mesh(
+        mesh.axis_sizes,
+        mesh.axis_names,
+        mesh.axis_types,
+        devices=jax.devices()[: mesh.size],
+    )
+    return jax.sharding.NamedSharding(placed, named.spec, memory_kind=named.memory_kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class Partitioned:
+    """What JAX tells the partitioner of XLA about a program's arguments and results.
+
+    Attributes:
+        arguments, results: pairs of an abstract value and its sharding, or None if it has none.
+        unsharded: for each argument and result, whether XLA chooses its sharding.
+    """
+
+    arguments: list[tuple[Any, Any]]
+    results: list[tuple[Any, Any]]
+    unsharded: tuple[tuple[bool, ...], tuple[bool, ...]]
+
+
+def partitioned(lowered: Any) -> Partitioned:
+    """Return what a `jax.stages.Lowered` says about the shardings of its program.
+
+    It keeps them in ``_lowering.compile_args``: 0.10.2 and 0.12 agree.
+    """
+    given = lowered._lowering.compile_args
+    inputs, outputs = pxla.get_prop_to_input_output(
+        given["in_shardings"], given["out_shardings"], len(given["ordered_effects"])
+    )
+
+    def pairs(way: str) -> list[tuple[Any, Any]]:
+        return [
+            (aval, s if isinstance(s, jax.sharding.Sharding) else None)
+            for aval, s in zip(given[f"global_{way}_avals"], given[f"{way}_shardings"], strict=True)
+        ]
+
+    return Partitioned(pairs("in"), pairs("out"), (tuple(inputs), tuple(outputs)))
 
 
 def context_devices() -> int:

@@ -20,7 +20,13 @@ from remat_kit._chip.cache import default_cache, key_of
 GIB = 2**30
 
 
+GB = 10**9
+
+
 TERA = 1e12
+
+
+ETHERNET = 12.5e9 / 8  # 100 Gbit/s for eight devices
 
 
 Options = Mapping[str, str | int | bool]
@@ -29,7 +35,15 @@ Options = Mapping[str, str | int | bool]
 # -- TPUs -----------------------------------------------------------------------------------
 # The memory is the limit that the compiler enforces for each device. The rates are Google's for a
 # chip, halved if a chip is two devices. Google does not publish the link to the host, so we assume
-# PCIe of the generation of the host.
+# PCIe of the generation of the host. The rate of the links between chips (ICI) is the one along one
+# axis of the slice, in one direction of data: Google's bidirectional bandwidth of a chip by its
+# number of ports. It is 1200 GB/s and 6 ports for v5p and TPU7x, 400 GB/s and 4 ports for v5e,
+# 800 GB/s and 4 ports for v6e (https://docs.cloud.google.com/tpu/docs/v5p, v5e, v6e, tpu7x), and
+# 2400 Gbit/s in each direction and 6 ports for v4. A link of v2 and of v3 has 496 and 656 Gbit/s in
+# each direction (Jouppi et al., "A domain-specific supercomputer for training deep neural
+# networks", CACM 2020). The memory of a host is that of Google's virtual machines by their devices:
+# 448 GB for 4 chips of v5p, 512 GiB for 8 of v5e, 1536 GiB for 8 of v6e, 407 GiB for 4 of v4,
+# 960 GB for 4 of TPU7x, 340 GB for the 4 chips of v2 and v3.
 
 
 @dataclass(frozen=True)
@@ -40,6 +54,19 @@ class _Tpu:
     flops: Mapping[str, float]
     host_bandwidth: float
     description: str
+    ici: float
+    host_memory_bytes: int
+    devices_per_chip: int = 1
+
+    @property
+    def kind(self) -> str:
+        """The name of the kind in libtpu's names of topologies."""
+        return self.topology.partition(":")[0]
+
+    @property
+    def axes(self) -> int:
+        """The number of axes of its slices."""
+        return 1 + self.topology.count("x")
 
 
 def _tpu_flops(bfloat16: float, *, narrow: str = "", times: float = 2) -> dict[str, float]:
@@ -48,26 +75,51 @@ def _tpu_flops(bfloat16: float, *, narrow: str = "", times: float = 2) -> dict[s
 
 
 TPUS: dict[str, _Tpu] = {
-    "tpu-v2": _Tpu("v2:2x2", 7.48, 350e9, _tpu_flops(23), 16e9, "TPU v2, one core of two"),
-    "tpu-v3": _Tpu("v3:2x2", 15.48, 450e9, _tpu_flops(61.5), 16e9, "TPU v3, one core of two"),
-    "tpu-v4": _Tpu(
-        "v4:2x2x1", 30.75, 1228e9, _tpu_flops(275, narrow="int8", times=1), 16e9, "TPU v4, megacore"
+    "tpu-v2": _Tpu(
+        *("v2:2x2", 7.48, 350e9, _tpu_flops(23), 16e9, "TPU v2, one core of two"),
+        ici=62e9,
+        host_memory_bytes=340 * 10**9 // 8,
+        devices_per_chip=2,
     ),
-    "tpu-v5e": _Tpu("v5e:1x1", 15.75, 819e9, _tpu_flops(197, narrow="int8"), 32e9, "TPU v5e"),
-    "tpu-v5p": _Tpu("v5p:2x2x1", 95.73, 2765e9, _tpu_flops(459, narrow="int8"), 32e9, "TPU v5p"),
-    "tpu-v6e": _Tpu("v6e:1x1", 31.24, 1640e9, _tpu_flops(918, narrow="int8"), 32e9, "TPU v6e"),
+    "tpu-v3": _Tpu(
+        *("v3:2x2", 15.48, 450e9, _tpu_flops(61.5), 16e9, "TPU v3, one core of two"),
+        ici=82e9,
+        host_memory_bytes=340 * 10**9 // 8,
+        devices_per_chip=2,
+    ),
+    "tpu-v4": _Tpu(
+        *("v4:2x2x1", 30.75, 1228e9, _tpu_flops(275, narrow="int8", times=1), 16e9),
+        "TPU v4, megacore",
+        ici=100e9,
+        host_memory_bytes=407 * GIB // 4,
+    ),
+    "tpu-v5e": _Tpu(
+        *("v5e:1x1", 15.75, 819e9, _tpu_flops(197, narrow="int8"), 32e9, "TPU v5e"),
+        ici=100e9,
+        host_memory_bytes=512 * GIB // 8,
+    ),
+    "tpu-v5p": _Tpu(
+        *("v5p:2x2x1", 95.73, 2765e9, _tpu_flops(459, narrow="int8"), 32e9, "TPU v5p"),
+        ici=200e9,
+        host_memory_bytes=448 * 10**9 // 4,
+    ),
+    "tpu-v6e": _Tpu(
+        *("v6e:1x1", 31.24, 1640e9, _tpu_flops(918, narrow="int8"), 32e9, "TPU v6e"),
+        ici=200e9,
+        host_memory_bytes=1536 * GIB // 8,
+    ),
     "tpu-7x": _Tpu(
-        "tpu7x:1x1x1",
-        94.74,
-        3690e9,
-        _tpu_flops(1153.5, narrow="float8"),
-        64e9,
+        *("tpu7x:1x1x1", 94.74, 3690e9, _tpu_flops(1153.5, narrow="float8"), 64e9),
         "TPU7x, one core of two",
+        ici=100e9,
+        host_memory_bytes=960 * 10**9 // 8,
+        devices_per_chip=2,
     ),
 }
 
 
-TOPOLOGY_OPTIONS: dict[str, dict[str, str]] = {"v4:2x2x1": {"chip_config_name": "megacore"}}
+# By the kind in a topology's name: options of `get_topology_desc`.
+TOPOLOGY_OPTIONS: dict[str, dict[str, str]] = {"v4": {"chip_config_name": "megacore"}}
 
 
 # -- NVIDIA GPUs ----------------------------------------------------------------------------
@@ -158,6 +210,50 @@ GPUS: dict[str, Gpu] = {
         _rates(82.6, 165.2, tf32=82.6, fp8=330.3, int8=660.6),
         32e9,
     ),
+}
+
+
+@dataclass(frozen=True)
+class Links:
+    """How the GPUs of one kind are connected, and the memory of their host.
+
+    Attributes:
+        nvlink: bytes/s that a GPU sends over NVLink to the other GPUs of its host, in one
+            direction; 0 if GPUs of one host are connected by PCIe alone.
+        network: bytes/s that a GPU sends over the network between hosts, in one direction.
+        host_memory_bytes: the memory of the host by its GPUs; None if there is no reference system.
+        hosts_of: the number of GPUs of the reference system that are connected by NVLink.
+    """
+
+    nvlink: float = 0.0
+    network: float = ETHERNET
+    host_memory_bytes: int | None = None
+    hosts_of: int = 8
+
+
+# NVLink: NVIDIA's data sheets of the cards, of which a half is one direction: 160 GB/s for P100,
+# 300 for V100, 600 for A100, 900 for H100 and H200, 1800 for B200, B300, GB200 and GB300. Network
+# and host memory: data sheets of DGX-1 (four ports of 100 Gbit/s, 512 GB, eight GPUs), DGX A100
+# (eight of 200 Gbit/s; 1 TB with 40 GB cards, 2 TB with 80 GB cards), DGX H100, H200 and B200
+# (eight of 400 Gbit/s, 2 TB), DGX B300 (eight of 800 Gbit/s, 2 TB), GB200 NVL72 (400 Gbit/s for
+# each GPU, 480 GB for two GPUs) and GB300 NVL72 (800 Gbit/s). T4, A10G and L4: the EC2 instances
+# g4dn.metal (eight GPUs, 100 Gbit/s, 384 GB), g5.48xlarge and g6.48xlarge (100 Gbit/s, 768 GB).
+# For the others no system is the usual one; 100 Gbit/s for eight GPUs is assumed.
+LINKS: dict[str, Links] = {
+    "p100": Links(80e9, 4 * 12.5e9 / 8, 512 * GB // 8),
+    "v100": Links(150e9, 4 * 12.5e9 / 8, 512 * GB // 8),
+    "v100-32g": Links(150e9, 4 * 12.5e9 / 8, 512 * GB // 8),
+    "a100-40g": Links(300e9, 25e9, 1024 * GB // 8),
+    "a100-80g": Links(300e9, 25e9, 2048 * GB // 8),
+    "h100": Links(450e9, 50e9, 2048 * GB // 8),
+    "h200": Links(450e9, 50e9, 2048 * GB // 8),
+    "b200": Links(900e9, 50e9, 2048 * GB // 8),
+    "b300": Links(900e9, 100e9, 2048 * GB // 8),
+    "gb200": Links(900e9, 50e9, 480 * GB // 2, hosts_of=72),
+    "gb300": Links(900e9, 100e9, 480 * GB // 2, hosts_of=72),
+    "t4": Links(0.0, 12.5e9 / 8, 384 * GB // 8),
+    "a10g": Links(0.0, 12.5e9 / 8, 768 * GB // 8),
+    "l4": Links(0.0, 12.5e9 / 8, 768 * GB // 8),
 }
 
 

@@ -29,18 +29,20 @@ from remat_kit import _frames, _jax
 from remat_kit._chip import lowering as _lowering
 from remat_kit._chip.cache import Cache, default_cache, key_of
 from remat_kit._chip.catalogue import TOPOLOGY_OPTIONS, Options
-from remat_kit._chip.memory import Memory
+from remat_kit._chip.memory import Memory, kind_of
 from remat_kit._chip.target import (
     EXTRAS,
     SCHEDULER_FLAG,
     Target,
+    for_devices,
     needs_scheduler_flag,
     several_targets,
     target,
 )
 from remat_kit._chip.worker import Worker, WorkerDiedError
 from remat_kit._compiled.hlo import xla_remat_count
-from remat_kit._errors import CompileError, MissingPluginError, UserError
+from remat_kit._errors import CompileError, MissingPluginError, TargetError
+from remat_kit._frameworks import flax as _flax
 from remat_kit._program import losses as _losses
 from remat_kit._program import step as _step
 from remat_kit._program import traced as _traced
@@ -57,13 +59,15 @@ class Compiled:
         memory: the memory that it needs.
         hlo_text: the optimized, scheduled HLO; None if the program does not fit on the chip.
         chip: the chip that it was compiled for.
-        offloaded_bytes: bytes that the traced program moves to the host's memory.
+        offloaded_bytes: bytes that the traced program moves to the host's memory, on all devices.
+        meshes: the meshes over which it is partitioned; empty for one device.
     """
 
     memory: Memory
     hlo_text: str | None = field(repr=False)
     chip: Target
     offloaded_bytes: int = 0
+    meshes: tuple[_lowering.ProgramMesh, ...] = ()
 
 
 @overload
@@ -118,10 +122,12 @@ def measure(
     Args:
         fn: called as ``fn(*args)``; returns a scalar, or ``(scalar, aux)``. It may also be a
             training step, which takes a gradient itself; it is compiled as it is.
-        args: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`. Only their shapes, their dtypes
-            and whether they lie in the host's memory matter. The target ``local`` runs the program
-            and replaces shapes by arrays of zeros.
-        target: a chip or its name (see `target`); for a list of them, a tuple is returned.
+        args: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`. Only their shapes, their dtypes,
+            their shardings over several devices and whether they lie in the host's memory matter.
+            The target ``local`` runs the program and replaces shapes by arrays of zeros.
+        target: a chip or its name (see `target`); for a list of them, a tuple is returned. If the
+            program is partitioned over a mesh, by the shardings of its arguments or inside, the
+            target has as many devices, and all figures are those of one of them.
         argnums: which arguments of a loss to differentiate. If it is None, ``fn`` is compiled as
             it is, whether it takes a gradient or not. A jitted step is compiled with its own
             donation and static arguments. What a step of Flax NNX changes in its arguments is part
@@ -144,7 +150,7 @@ def measure(
         NotDifferentiableError: ``fn`` is not a loss, or one of the arguments to differentiate has
             no gradient.
         CompileError: the compiler ended, or refused the program for another reason than memory.
-        UserError: the program or one of its arguments is partitioned over several devices.
+        UserError: the program's mesh and the topology of a target have different sizes.
     """
     chosen = [_target_of(target)] if isinstance(target, (str, Target)) else several_targets(target)
     for chip in chosen:
@@ -226,6 +232,9 @@ def compile_program(
     """
     chip = _target_of(target)
     _require(chip, call)
+    is_local = kind_of(chip.name) == "local"
+    if is_local:
+        args = _on_devices_here(args, chip, call)
     program = _traced.trace(fn, args, argnums, donate_argnums, optimizer=optimizer, call=call)
     options: Options = {
         **dict(chip.compiler_options),
@@ -234,15 +243,33 @@ def compile_program(
     }
     added = _of_optimizer(optimizer, args, argnums, call)
     lowered = _lowered(program.traced, chip, call)
-    shapes = _shape_bytes(program.arguments), _shape_bytes(program.results)
-    if chip.name.partition("@")[0] == "local":
+    chip = for_devices(chip, lowered.devices, call)
+    shapes = _shape_bytes(program, lowered)
+    if is_local:
         compiled = _compiled_here(program, shapes, chip, options, call, run)
-        return dataclasses.replace(compiled, memory=dataclasses.replace(compiled.memory, **added))
-    request = _request(lowered, chip, options)
-    key = _key(request, lowered.identity)
-    answer, cached = _answer(request, key, chip, default_cache() if cache else None, call)
-    memory = dataclasses.replace(_memory(answer, chip, cached, shapes), **added)
-    return Compiled(memory, answer.get("hlo"), chip, _value.offloaded_bytes(program.traced.jaxpr))
+    else:
+        request = _request(lowered, chip, options)
+        key = _key(request, lowered.identity)
+        answer, cached = _answer(request, key, chip, default_cache() if cache else None, call)
+        memory = _memory(answer, chip, cached, shapes)
+        moved = _value.offloaded_bytes(program.traced.jaxpr)
+        compiled = Compiled(memory, answer.get("hlo"), chip, moved)
+    mesh = dict(lowered.meshes[0].axes) if lowered.meshes else {}
+    memory = dataclasses.replace(compiled.memory, devices=chip.devices, mesh=mesh, **added)
+    return dataclasses.replace(compiled, memory=memory, meshes=lowered.meshes)
+
+
+def _on_devices_here(args: Sequence[Any], chip: Target, call: str) -> tuple[Any, ...]:
+    """Return arguments whose abstract meshes are replaced by meshes of this process's devices."""
+
+    def placed(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(leaf, jax.ShapeDtypeStruct) or not _jax.is_abstract(sharding):
+            return leaf
+        for_devices(chip, _jax.devices_of(sharding), call)
+        return leaf.update(sharding=_jax.concrete(sharding))
+
+    return tuple(_flax.map_arrays(placed, arg) for arg in args)
 
 
 def _of_optimizer(
@@ -283,12 +310,6 @@ def _lowered(traced: Any, chip: Target, call: str) -> _lowering.Lowered:
             "for another kind of chip cannot be lowered for this one; remove them, or measure on "
             "the chip itself with target 'local'",
         ) from error
-    if lowered.devices > 1:
-        raise UserError(
-            f"`{call}(..., target={chip.name!r})`: the program is partitioned over "
-            f"{lowered.devices} devices; a target is a single device",
-            hint="give the function that one device runs, with the shapes of its shard",
-        )
     return lowered
 
 
@@ -299,10 +320,12 @@ _OWN_FILES = (
 
 
 def _request(lowered: _lowering.Lowered, chip: Target, options: Options) -> dict[str, Any]:
-    topology_options: dict[str, Any] = dict(TOPOLOGY_OPTIONS.get(chip.topology, {}))
+    kind = chip.topology.partition(":")[0]
+    topology_options: dict[str, Any] = dict(TOPOLOGY_OPTIONS.get(kind, {}))
     if chip.platform == "cuda":
-        topology_options = {"target_config": chip.spec, "topology": "1x1x1"}
-    return {
+        each = chip.devices // chip.hosts
+        topology_options = {"target_config": chip.spec, "topology": f"1x{chip.hosts}x{each}"}
+    request = {
         "program": lowered.bytecode,
         "platform": chip.platform,
         "topology": chip.topology,
@@ -310,6 +333,10 @@ def _request(lowered: _lowering.Lowered, chip: Target, options: Options) -> dict
         "options": options,
         "settings": _lowering.compile_settings(),
     }
+    if chip.devices == 1:
+        return request
+    sizes = [n for _, n in lowered.meshes[0].axes] if lowered.meshes else [chip.devices]
+    return {**request, "mesh": {"shape": sizes, "unsharded": lowered.unsharded}}
 
 
 def _key(request: Mapping[str, Any], identity: str) -> str:
@@ -326,6 +353,14 @@ def _answer(
     if cache is not None and (known := _checked_answer(cache.get(key))) is not None:
         return known, True
     answer = _ask(request, chip, call)
+    if "no_topology" in answer:
+        if chip.devices > 1:
+            raise TargetError(
+                f"`{call}(..., target={chip.name!r})`: the compiler knows no such topology: "
+                f"{answer['no_topology'].strip()}",
+                hint="name another topology of as many devices",
+            )
+        answer = {"refused": answer["no_topology"]}
     if "refused" in answer and _out_of_memory(answer["refused"]) is None:
         raise CompileError(
             f"`{call}(..., target={chip.name!r})`: the compiler refused the program: "
@@ -357,14 +392,18 @@ def _checked_answer(data: bytes | None) -> dict[str, Any] | None:
 _COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "TF_XLA_FLAGS")
 
 
-_workers: dict[tuple[int, str], Worker] = {}
+# By process, platform, and the number of CPU devices, which is fixed when the child starts.
+_workers: dict[tuple[int, str, int], Worker] = {}
 
 
 def _ask(request: dict[str, Any], chip: Target, call: str) -> dict[str, Any]:
     # A forked process inherits the table but must not read the pipes, so its id is in the key.
-    place = (os.getpid(), chip.platform)
+    cpus = chip.devices if chip.platform == "cpu" else 1
+    place = (os.getpid(), chip.platform, cpus)
     if place not in _workers:
-        _workers[place] = Worker(_environment(chip.platform))
+        if cpus > 1:
+            _close_workers_of_cpus()
+        _workers[place] = Worker(_environment(chip.platform, cpus))
     try:
         return _workers[place].ask(request)
     except WorkerDiedError as death:
@@ -377,24 +416,36 @@ def _ask(request: dict[str, Any], chip: Target, call: str) -> dict[str, Any]:
         ) from None
 
 
+def _close_workers_of_cpus() -> None:
+    """End the children with several CPU devices, so that at most one of them exists."""
+    for place in [p for p in _workers if p[0] == os.getpid() and p[2] > 1]:
+        _workers.pop(place).close()
+
+
 @atexit.register
 def close_workers() -> None:
     """End the worker processes; the next call starts new ones."""
-    for (process, _), worker in list(_workers.items()):
+    for (process, *_), worker in list(_workers.items()):
         if process == os.getpid():
             worker.close()
 
 
-def _environment(platform: str) -> dict[str, str]:
+def _environment(platform: str, cpus: int = 1) -> dict[str, str]:
     common = {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
     }
+    flags = []
     if platform == "cpu" and needs_scheduler_flag():
+        flags.append(f"{SCHEDULER_FLAG}=false")
+    if cpus > 1:
+        flags.append(f"--xla_force_host_platform_device_count={cpus}")
+        common["JAX_NUM_CPU_DEVICES"] = str(cpus)  # it decides where it is set
+    if flags:
         given = os.environ.get("XLA_FLAGS", "")
-        common["XLA_FLAGS"] = f"{given} {SCHEDULER_FLAG}=false".strip()
+        common["XLA_FLAGS"] = " ".join([given, *flags]).strip()
     return common
 
 
@@ -438,7 +489,7 @@ def _memory(
             needs_bytes=needs,
             fits=False,
             compile_seconds=0.0,
-            notes=(*notes, "did not compile: argument and output bytes are those of the shapes"),
+            notes=(*notes, _NOT_COMPILED if chip.devices == 1 else _NOT_COMPILED_ON_A_MESH),
             **common,
         )
     stats = answer["memory"]
@@ -470,6 +521,15 @@ def _memory(
     )
 
 
+_NOT_COMPILED = "did not compile: argument and output bytes are those of the shapes"
+
+
+_NOT_COMPILED_ON_A_MESH = (
+    "did not compile: argument and output bytes are those of the shards; what has no sharding "
+    "counts as split over all devices"
+)
+
+
 _NEEDS = (
     re.compile(r"total memory required[^()]*\(([\d.]+[KMGTP]?)\) exceeds available HBM"),
     re.compile(r"Used ([\d.]+[KMGTP]?) of [\d.]+[KMGTP]? hbm", re.I),
@@ -494,13 +554,14 @@ def _binary(text: str) -> int:
     return int(float(text.rstrip("KMGTP")) * powers.get(text[-1], 1))
 
 
-def _shape_bytes(tree: Any) -> int:
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.eval_shape(jax.random.key_data, leaf)
-        total += leaf.size * leaf.dtype.itemsize
-    return total
+def _shape_bytes(program: _traced.CompilableProgram, lowered: _lowering.Lowered) -> tuple[int, int]:
+    """Return the bytes of the arguments and of the results on one device, by their shapes."""
+    if lowered.devices > 1:
+        return lowered.shard_bytes
+    return tuple(  # pyright: ignore
+        sum(map(_lowering.nbytes, jax.tree.leaves(tree)))
+        for tree in (program.arguments, program.results)
+    )
 
 
 # -- the present device ---------------------------------------------------------------------

@@ -8,14 +8,37 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from remat_kit._jax import MEMORY_FIELDS, compiler, ir, mlir, xla_client
+from remat_kit._jax import (
+    MEMORY_FIELDS,
+    compiler,
+    ir,
+    mlir,
+    partitioned,
+    xla_client,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramMesh:
+    """A mesh that a lowered program names.
+
+    Attributes:
+        axes: the names and sizes of its axes, in order.
+        order: the logical number of the device at each place of the mesh, or None if the places are
+            numbered in order.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    order: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +50,19 @@ class Lowered:
             attributes for donation and memory kinds.
         identity: a hash that is equal for equal programs, whichever function asked for them.
         devices: the number of devices over which the program is partitioned.
+        meshes: the meshes over all of these devices that the program names, the main one first.
+        unsharded: for each argument and each result of the compiled program, whether the compiler
+            may choose its sharding. They are what JAX passes to the compiler.
+        shard_bytes: of a partitioned program, the bytes of its arguments and of its results on one
+            device by their shardings. What has no sharding counts as split over all devices.
     """
 
     bytecode: bytes
     identity: str
     devices: int
+    meshes: tuple[ProgramMesh, ...] = ()
+    unsharded: tuple[tuple[bool, ...], tuple[bool, ...]] = ((), ())
+    shard_bytes: tuple[int, int] = (0, 0)
 
 
 def lower(traced: Any, platform: str, boundary: Sequence[str]) -> Lowered:
@@ -41,12 +72,54 @@ def lower(traced: Any, platform: str, boundary: Sequence[str]) -> Lowered:
     frames, and the frames that called them, do not count in the identity. The function uses
     `mlir.module_to_bytecode` and the printed form of locations: jax 0.10.2, 0.12.
     """
-    module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+    lowered = traced.lower(lowering_platforms=(platform,))
+    module = lowered.compiler_ir("stablehlo")
     attributes = module.operation.attributes
     devices = int(attributes["mhlo.num_partitions"]) if "mhlo.num_partitions" in attributes else 1
     text = module.operation.get_asm(enable_debug_info=True)
     identity = _identity(text, tuple(boundary))
-    return Lowered(mlir.module_to_bytecode(module), identity, devices)
+    bytecode = mlir.module_to_bytecode(module)
+    if devices == 1:
+        return Lowered(bytecode, identity, devices)
+    meshes = tuple(m for m in _meshes(module) if math.prod(n for _, n in m.axes) == devices)
+    parts = partitioned(lowered)
+    sizes = tuple(
+        sum(_shard_bytes(aval, sharding, devices) for aval, sharding in pairs)
+        for pairs in (parts.arguments, parts.results)
+    )
+    return Lowered(bytecode, identity, devices, meshes, parts.unsharded, sizes)  # pyright: ignore
+
+
+def _shard_bytes(aval: Any, sharding: Any, devices: int) -> int:
+    if sharding is None:
+        return nbytes(aval) // devices
+    return nbytes(jax.ShapeDtypeStruct(sharding.shard_shape(aval.shape), aval.dtype))
+
+
+def nbytes(struct: Any) -> int:
+    """Return the bytes of an array with this shape and dtype, which may be that of keys."""
+    if jnp.issubdtype(struct.dtype, jax.dtypes.prng_key):
+        struct = jax.eval_shape(jax.random.key_data, struct)
+    return struct.size * struct.dtype.itemsize
+
+
+_AXIS = re.compile(r'"([^"]*)"=(\d+)')
+
+
+_ORDER = re.compile(r"device_ids=\[([\d, ]*)\]")
+
+
+def _meshes(module: Any) -> list[ProgramMesh]:
+    """Return the meshes that Shardy's part of a module names; seen on jax 0.10.2, 0.12."""
+    found = []
+    for operation in module.body.operations:
+        if operation.operation.name != "sdy.mesh":
+            continue
+        text = str(operation).partition("{stablehlo.mesh")[0]
+        order = _ORDER.search(text)
+        ids = tuple(map(int, order.group(1).split(","))) if order else None
+        found.append(ProgramMesh(tuple((a, int(n)) for a, n in _AXIS.findall(text)), ids))
+    return list(dict.fromkeys(found))
 
 
 _LOCATION = re.compile(r"^#loc(\d*) = loc\((.*)\)$\n?", re.M)
@@ -91,16 +164,33 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def topology_device(platform: str, topology: str, options: dict[str, Any]) -> Any:
-    """Return a compile-only device, or this machine's device for ``cpu``.
+def topology_devices(platform: str, topology: str, options: dict[str, Any]) -> list[Any]:
+    """Return the compile-only devices of a topology, or this process's devices for ``cpu``.
 
     `get_topology_desc` is experimental; its interface is the same in jax 0.10.2 and 0.12.
     """
     if platform == "cpu":
-        return jax.devices("cpu")[0]
+        return list(jax.devices("cpu"))
     from jax.experimental import topologies
 
-    return topologies.get_topology_desc(topology, platform, **options).devices[0]
+    return list(topologies.get_topology_desc(topology, platform, **options).devices)
+
+
+def assigned(devices: Sequence[Any], mesh_shape: Sequence[int]) -> list[Any]:
+    """Return devices in the order in which `jax.make_mesh` puts them into a mesh of this shape.
+
+    Its order suits the links between the chips. If it finds none, the devices are taken in their
+    own order. `create_device_mesh` is the same in jax 0.10.2 and 0.12.
+    """
+    from jax.experimental import mesh_utils
+
+    try:
+        placed = mesh_utils.create_device_mesh(
+            tuple(mesh_shape), devices, allow_split_physical_axes=True
+        )
+    except (NotImplementedError, ValueError, AssertionError):
+        return list(devices)
+    return list(np.asarray(placed).flat)
 
 
 # Settings that `get_compile_options` reads from the process that compiles: jax 0.10.2, 0.12.
@@ -127,24 +217,40 @@ def apply_compile_settings(settings: dict[str, Any]) -> None:
             jax.config.update(name, value)
 
 
-def compile_bytes(program: bytes, device: Any, options: dict[str, str]) -> Any:
-    """Compile MLIR bytecode for ``device`` (compile-only or real) and return the executable.
+def compile_bytes(
+    program: bytes,
+    devices: Sequence[Any],
+    options: dict[str, str],
+    unsharded: tuple[Sequence[bool], Sequence[bool]] = ((), ()),
+) -> Any:
+    """Compile MLIR bytecode for ``devices`` (compile-only or real) and return the executable.
 
-    The compile options are those of `jit(f).lower(...).compile()` for one committed device.
+    The compile options are those of `jit(f).lower(...).compile()` for committed arguments.
     `backend_compile_and_load` works with both kinds of client, the compile-only one that JAX is
     about to remove and the real one: jax 0.10.2, 0.12.
+
+    Args:
+        program: the module.
+        devices: one for each partition, in the order of the program's mesh.
+        options: for the compiler.
+        unsharded: of a partitioned program, as in `Lowered`.
     """
     with mlir.make_ir_context():
         module = ir.Module.parse(program)
+    client = devices[0].client
     compile_options = compiler.get_compile_options(
         num_replicas=1,
-        num_partitions=1,
-        device_assignment=np.array([[device]]),
+        num_partitions=len(devices),
+        device_assignment=np.array([list(devices)]),
         env_options_overrides=dict(options),
-        backend=device.client,
+        backend=client,
     )
-    devices = xla_client.DeviceList((device,))
-    return compiler.backend_compile_and_load(device.client, module, devices, compile_options, [])
+    if len(devices) > 1:
+        build = compile_options.executable_build_options
+        build.allow_spmd_sharding_propagation_to_parameters = list(unsharded[0])
+        build.allow_spmd_sharding_propagation_to_output = list(unsharded[1])
+    where = xla_client.DeviceList(tuple(devices))
+    return compiler.backend_compile_and_load(client, module, where, compile_options, [])
 
 
 def executable_text(executable: Any) -> str:

@@ -9,6 +9,16 @@ from typing import Any
 
 from remat_kit._units import format_apart, format_bytes
 
+
+def kind_of(target: str) -> str:
+    """Return the kind of chip in the name of a target.
+
+    >>> kind_of("h100:8@40GiB"), kind_of("cpu")
+    ('h100', 'cpu')
+    """
+    return target.partition("@")[0].partition(":")[0]
+
+
 # -- answers --------------------------------------------------------------------------------
 
 
@@ -48,6 +58,10 @@ class Memory:
         step_seconds: median time of several runs; for ``local`` only.
         measured_peak_bytes: the allocator's peak during the runs; for ``local`` only, if the
             allocator records it.
+        devices: over how many devices the program is partitioned. All figures are those of one of
+            them.
+        mesh: the axes of the program's mesh and their sizes; empty if it runs on one device, or the
+            program names no mesh.
         optimizer_bytes: the optimizer's state, which is part of the arguments; None if no optimizer
             is given.
         adamw_bytes: what the state of AdamW would add to the gradients of a loss; None if an
@@ -74,6 +88,8 @@ class Memory:
     measured_peak_bytes: int | None = None
     optimizer_bytes: int | None = None
     adamw_bytes: int | None = None
+    devices: int = 1
+    mesh: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def optimizer_note(self) -> str | None:
@@ -105,7 +121,7 @@ class Memory:
     @property
     def on_cpu(self) -> bool:
         """Whether the target is a CPU, whose memory is the host's."""
-        return self.target.partition("@")[0] == "cpu"
+        return kind_of(self.target) == "cpu"
 
     def drops_offload(self, offloaded_bytes: int) -> bool:
         """Tell whether the compiled program leaves most of what it should offload on the device.
@@ -120,12 +136,15 @@ class Memory:
             offloaded_bytes: the bytes that the traced program offloads.
         """
         host = self.host_bytes
-        return not self.on_cpu and host is not None and 2 * host < offloaded_bytes
+        # The traced program has the bytes of all devices. A value of which each device holds a copy
+        # is allowed to hide a part that stayed on the device.
+        total = None if host is None else host * self.devices
+        return not self.on_cpu and total is not None and 2 * total < offloaded_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, ready for `json.dumps`."""
         plain = dataclasses.asdict(self) | {"headroom_bytes": self.headroom_bytes}
-        return plain | {"notes": list(self.all_notes), "versions": dict(self.versions)}
+        return plain | {"notes": list(self.all_notes), "versions": dict(self.versions), "mesh": dict(self.mesh)}
 
     def __str__(self) -> str:
         note = self.optimizer_note
@@ -134,9 +153,9 @@ class Memory:
     def _figures(self) -> str:
         if not self.fits:
             if self.headroom_bytes is None:
-                return f"{self.target}: does not fit: needs more, has {self._has}"
+                return f"{self.target}: does not fit: needs more, has {self._has}{self._each}"
             needed, has = format_apart(self.peak_bytes or 0, self.memory_bytes)
-            return f"{self.target}: does not fit: needs {needed}, has {has}"
+            return f"{self.target}: does not fit: needs {needed}, has {has}{self._each}"
         parts = {
             "arguments": self.argument_bytes,
             "outputs": self.output_bytes,
@@ -147,11 +166,15 @@ class Memory:
         host = f"; host {format_bytes(self.host_bytes)}" if self.host_bytes else ""
         step = f"; step {1e3 * self.step_seconds:.3g} ms" if self.step_seconds else ""
         peak = format_bytes(self.peak_bytes or 0)
-        return f"{self.target}: {peak} of {self._has} ({sum_}){host}{step}"
+        return f"{self.target}: {peak} of {self._has}{self._each} ({sum_}){host}{step}"
 
     @property
     def _has(self) -> str:
         return format_bytes(self.memory_bytes)
+
+    @property
+    def _each(self) -> str:
+        return f" on each of {self.devices} devices" if self.devices > 1 else ""
 
 
 def temporaries(memory: Memory) -> int | None:

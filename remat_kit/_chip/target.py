@@ -1,4 +1,7 @@
-"""Find a chip by name: ``"h100"``, ``"tpu-v5e"``, ``"cpu@4GiB"``, or ``"local"``."""
+"""Find a chip by name: ``"h100"``, ``"tpu-v5e"``, ``"cpu@4GiB"``, or ``"local"``.
+
+A name may also give a topology of several chips: ``"h100:8"``, ``"tpu-v5p:4x4x4"``.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +32,24 @@ from remat_kit._chip.catalogue import (
     teraflops_of,
     text_field,
 )
+from remat_kit._chip.topology import host_memory_of, links_of, topology, usual_topology
 from remat_kit._errors import PolicyError, TargetError, UserError, unknown
 from remat_kit._units import format_bytes, parse_bytes
 
 
 @dataclass(frozen=True)
 class Target:
-    """A chip that programs can be compiled for; `target` and `targets` return it.
+    """A chip, or several, that programs can be compiled for; `target` and `targets` return it.
 
     >>> chip = target("tpu-v5e")
     >>> chip.platform, chip.memory_bytes / 2**30, chip.flops_per_second["bfloat16"] / 1e12
     ('tpu', 15.75, 197.0)
+
+    All figures are those of one device.
+
+    >>> chips = target("h100:4x8")
+    >>> chips.devices, chips.hosts, chips.links["nvlink"] / 1e9
+    (32, 4, 450.0)
 
     Attributes:
         name: as `target` takes it.
@@ -56,6 +66,12 @@ class Target:
         available: whether its compiler is installed here.
         needs: what to install if it is not, or None.
         notes: what the reader must know about figures for this chip.
+        devices: how many devices run a program together; 1 without a topology.
+        hosts: between how many groups of them the slower network runs.
+        links: the bytes/s that a device sends over a link, in one direction, by the name of the
+            link: ``nvlink``, ``pcie``, ``network`` (between hosts), or ``ici`` (along one axis of a
+            slice of TPUs).
+        host_memory_bytes: the memory of the host by its devices, or None if there is no usual host.
     """
 
     name: str
@@ -69,6 +85,10 @@ class Target:
     available: bool = field(default=True, compare=False)
     needs: str | None = field(default=None, compare=False)
     notes: tuple[str, ...] = field(default=(), repr=False)
+    devices: int = 1
+    hosts: int = 1
+    links: Mapping[str, float] = field(default_factory=dict, hash=False, repr=False)
+    host_memory_bytes: int | None = field(default=None, repr=False)
     topology: str = field(default="", repr=False)
     spec: str = field(default="", repr=False)
     compiler_options: tuple[tuple[str, str], ...] = field(default=(), repr=False)
@@ -104,12 +124,17 @@ def target(name: str | Target) -> Target:
     Args:
         name: one of `targets`. With ``@SIZE`` the chip has less memory: ``h100@40GiB``. The
             compilers for TPU and CUDA are told of the smaller memory; for ``cpu`` it only decides
-            what fits. ``local`` is the device of this process.
+            what fits. ``local`` is the device of this process. A topology after a colon makes a
+            target of several devices: ``tpu-v5e:4x4`` is a slice of 16 chips, ``h100:8`` a host of
+            eight GPUs, ``h100:4x8`` four such hosts, ``cpu:8`` eight CPU devices of one process.
+            A program that is partitioned over a mesh needs as many devices; a name without a
+            topology then gets the usual topology of the mesh's size.
 
     Raises:
         UnknownNameError: there is no such chip.
         TargetError: XLA cannot compile for this vendor's chips unless one is in the machine.
-        UserError: the size is not a size, or is larger than the chip's memory.
+        UserError: the size is not a size, or is larger than the chip's memory, or the topology is
+            none of this kind.
     """
     if isinstance(name, Target):
         return name
@@ -119,7 +144,8 @@ def target(name: str | Target) -> Target:
             hint="give one name, for example 'h100'; `measure` and `inspect` take a list of them, "
             "`fit` takes targets=[...]",
         )
-    base, at, size = name.partition("@")
+    full, at, size = name.partition("@")
+    base, colon, text = full.partition(":")
     call = f"target({name!r})"
     known = ["cpu", "local", *TPUS, *_cuda_names()]
     if base not in known:
@@ -133,7 +159,97 @@ def target(name: str | Target) -> Target:
             known = _cuda_names()  # `cpu` would be near, and is not meant
         raise unknown("target", base, known, call=call)
     chip = _local() if base == "local" else _build(base)
+    chip = _with_topology(chip, text, call) if colon else chip
     return _shrunk(chip, size, call) if at else chip
+
+
+def _with_topology(chip: Target, text: str, call: str) -> Target:
+    if chip.name == "local":
+        raise UserError(
+            f"`{call}`: the topology of 'local' is that of this process",
+            hint="leave it out; the mesh of the program says how many of the devices it uses",
+        )
+    shape = topology(chip.name, text, call)
+    several = dataclasses.replace(
+        chip, name=f"{chip.name}:{text}", devices=shape.devices, hosts=shape.hosts
+    )
+    if chip.platform == "tpu":
+        return dataclasses.replace(several, topology=f"{TPUS[chip.name].kind}:{text}")
+    return _sharing(several, shape.devices) if chip.platform == "cpu" else several
+
+
+def _sharing(chip: Target, devices: int) -> Target:
+    """Return CPU devices of one machine, which share its memory, its cores and its bandwidth."""
+    return dataclasses.replace(
+        chip,
+        devices=devices,
+        memory_bytes=chip.memory_bytes // devices,
+        bandwidth_bytes_per_second=chip.bandwidth_bytes_per_second / devices,
+        flops_per_second={k: rate / devices for k, rate in chip.flops_per_second.items()},
+        host_bandwidth_bytes_per_second=chip.host_bandwidth_bytes_per_second / devices,
+        links={name: rate / devices for name, rate in chip.links.items()},
+    )
+
+
+def for_devices(chip: Target, devices: int, call: str) -> Target:
+    """Return the target of a program that is partitioned over so many devices.
+
+    A target without a topology gets the usual one.
+
+    >>> for_devices(target("h100@40GiB"), 8, "measure").name
+    'h100:8@40GiB'
+
+    Args:
+        chip: the target that the user named.
+        devices: the size of the program's mesh; 1 without a mesh.
+        call: the public function that errors name.
+
+    Raises:
+        UserError: the topology of the target has another size, or no topology has this size.
+    """
+    if chip.devices == devices:
+        return chip
+    full, at, size = chip.name.partition("@")
+    base, colon, _ = full.partition(":")
+    if colon:
+        mesh = f"partitioned over a mesh of {devices} devices" if devices > 1 else "for one device"
+        raise UserError(
+            f"`{call}(..., target={chip.name!r})`: the program is {mesh}, and the target has "
+            f"{chip.devices} devices",
+            hint=f"name the kind alone, as in {base!r}, or a topology of {devices} devices"
+            if devices > 1
+            else f"give arguments with shardings over a mesh of {chip.devices} devices, or name "
+            f"the kind alone, as in {base!r}",
+        )
+    if base == "local":
+        return _local_devices(chip, devices, call)
+    usual = usual_topology(base, devices)
+    if usual is None:
+        raise UserError(
+            f"`{call}(..., target={chip.name!r})`: the program is partitioned over a mesh of "
+            f"{devices} devices, and {base} has no usual topology of that size",
+            hint=f"name a topology, as in '{base}:4x8', or make a mesh of another size",
+        )
+    call = f"target('{base}:{usual}')"
+    several = _with_topology(_build(base), usual, call)
+    return _shrunk(several, size, call) if at else several
+
+
+def _local_devices(chip: Target, devices: int, call: str) -> Target:
+    there = len(jax.devices())
+    if there < devices:
+        raise UserError(
+            f"`{call}(..., target={chip.name!r})`: the program is partitioned over a mesh of "
+            f"{devices} devices, and this process has {there}",
+            hint="name another target, such as 'h100', or give a process more CPU devices with "
+            f"jax.config.update('jax_num_cpu_devices', {devices}) at its beginning",
+        )
+    if chip.platform != "cpu":
+        hosts = len({device.process_index for device in jax.devices()[:devices]})
+        return dataclasses.replace(chip, devices=devices, hosts=hosts)
+    if "@" in chip.name:
+        return dataclasses.replace(_sharing(chip, devices), memory_bytes=chip.memory_bytes)
+    return _sharing(chip, devices)
 
 
 def _shrunk(chip: Target, size: str, call: str) -> Target:
@@ -189,6 +305,8 @@ def _tpu(name: str) -> Target:
         "the link to the host is assumed",
         available=available,
         needs=None if available else EXTRAS["tpu"],
+        links=links_of(name, chip.host_bandwidth),
+        host_memory_bytes=host_memory_of(name),
         topology=chip.topology,
     )
 
@@ -217,6 +335,8 @@ def _cuda(name: str) -> Target:
         available=available,
         needs=None if available else EXTRAS["cuda"],
         notes=(_NO_AUTOTUNING, *caveat),
+        links=links_of(name, gpu.host_bandwidth),
+        host_memory_bytes=host_memory_of(name),
         topology=name,
         spec=text,
         compiler_options=_CUDA_OPTIONS,
@@ -264,6 +384,8 @@ def _cpu(name: str, description: str) -> Target:
         bandwidth_bytes_per_second=20e9 * max(1, cores // 4),
         flops_per_second={"float32": rate, "float64": rate / 2, "bfloat16": rate},
         host_bandwidth_bytes_per_second=20e9 * max(1, cores // 4),
+        links=links_of("cpu", 20e9 * max(1, cores // 4)),
+        host_memory_bytes=memory,
         description=description,
         source=f"this machine's memory; rates estimated from its {cores} cores",
     )
@@ -293,6 +415,8 @@ def _local() -> Target:
         host_bandwidth_bytes_per_second=likeness.host_bandwidth_bytes_per_second
         if likeness
         else 0.0,
+        links=dict(likeness.links) if likeness else {},
+        host_memory_bytes=likeness.host_memory_bytes if likeness else None,
         description=kind,
         source=f"memory as JAX's allocator has it; rates of {likeness.name}"
         if likeness

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import pickle
 import select
@@ -212,14 +213,25 @@ def answer(jax_section: Any, devices: dict[Any, Any], request: dict[str, Any]) -
     """Compile one program; return an answer also if the compiler refuses the program."""
     jax_section.apply_compile_settings(request["settings"])
     place = (request["platform"], request["topology"], repr(request["topology_options"]))
+    mesh = request.get("mesh")
     try:
         if place not in devices:
-            devices[place] = jax_section.topology_device(
+            devices[place] = jax_section.topology_devices(
                 request["platform"], request["topology"], request["topology_options"]
             )
+    except Exception as error:
+        return {"no_topology": f"{type(error).__name__}: {error}"}
+    there = devices[place]
+    if mesh is not None and len(there) != math.prod(mesh["shape"]):
+        return {"no_topology": f"it has {len(there)} devices"}
+    try:
+        if mesh is None:
+            chosen, unsharded = there[:1], ((), ())
+        else:
+            chosen, unsharded = jax_section.assigned(there, mesh["shape"]), mesh["unsharded"]
         start = time.perf_counter()
         executable = jax_section.compile_bytes(
-            request["program"], devices[place], request["options"]
+            request["program"], chosen, request["options"], unsharded
         )
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}"}

@@ -131,7 +131,7 @@ def estimate(
         total.bytes / chip.bandwidth_bytes_per_second,
         total.host_bytes / chip.host_bandwidth_bytes_per_second,
     )
-    clock = _CLOCKS.get(chip_name.partition("@")[0])
+    clock = _CLOCKS.get(re.split("[:@]", chip_name)[0])
     compiler = total.cycles / clock if clock and total.cycles else None
     uncounted = tuple(dict.fromkeys(counter.uncounted))
     return Estimate(seconds, total, by_place, compiler, tuple(counter.endless), uncounted)

@@ -47,8 +47,7 @@ def gradient_program(
     Raises:
         NotDifferentiableError: the result is not a real scalar, or an argument to differentiate
             contains something other than floating-point values.
-        UserError: an argument is not an array, ``argnums`` names no argument, or an argument or the
-            program is partitioned over several devices.
+        UserError: an argument is not an array, or ``argnums`` names no argument.
     """
     structs = abstract(args, call=call)
     if argnums is None:
@@ -56,22 +55,22 @@ def gradient_program(
     _check_inputs(structs, argnums, call)
     with _taken.differentiated_later():
         closed, result = jax.make_jaxpr(fn, return_shape=True)(*structs)
-    check_program(closed, call)
     has_aux = check_loss(closed, structs, result, argnums, call)
     return jax.value_and_grad(fn, argnums, has_aux=has_aux)
 
 
 def abstract(args: Sequence[Any], *, call: str = "measure") -> tuple[Any, ...]:
-    """Return the arguments as `jax.ShapeDtypeStruct`, placed on no particular device.
+    """Return the arguments as `jax.ShapeDtypeStruct`.
+
+    A sharding over several devices is part of the program, and is kept. Anything else is placed on
+    no particular device.
 
     Raises:
-        UserError: a leaf is not an array, or it is partitioned over several devices. Programs are
-            compiled for one device, so the figures would belong to another program.
+        UserError: a leaf is not an array.
 
     >>> abstract((np.ones((2, 3), np.float32), {"n": 1.0}))
     (ShapeDtypeStruct(shape=(2, 3), dtype=float32), {'n': ShapeDtypeStruct(shape=(), dtype=float32, weak_type=True)})
     """  # noqa: E501
-    check_on_one_device(args, call)
     leaves, tree = jax.tree_util.tree_flatten_with_path(tuple(args))
     return tree.unflatten(_struct(path, leaf, call) for path, leaf in leaves)
 
@@ -79,7 +78,8 @@ def abstract(args: Sequence[Any], *, call: str = "measure") -> tuple[Any, ...]:
 def check_on_one_device(args: Any, call: str) -> None:
     """Raise `UserError` if an argument is partitioned over several devices, or a mesh is set.
 
-    An array that is replicated on several devices counts as an array on one device.
+    Functions that know no meshes yet call it. An array that is replicated on several devices counts
+    as an array on one device.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(args)):
         devices = _jax.partitions_of(getattr(leaf, "sharding", None))
@@ -97,10 +97,10 @@ def check_program(closed: Any, call: str) -> None:
 
 def _partitioned(what: str, devices: int, call: str) -> UserError:
     return UserError(
-        f"`{call}`: {what} over {devices} devices, but remat_kit measures and plans programs for "
-        "one device",
-        hint="give the program of one device: its part of the batch and of the parameters as "
-        "`jax.ShapeDtypeStruct` without a sharding, and the function without mesh and shardings",
+        f"`{call}`: {what} over {devices} devices, but `{call}` knows programs of one device only",
+        hint="`measure` and `inspect` take partitioned programs; here, give the program of one "
+        "device: its part of the batch and of the parameters as `jax.ShapeDtypeStruct` without a "
+        "sharding, and the function without mesh and shardings",
     )
 
 
@@ -118,13 +118,19 @@ def _struct(path: Any, leaf: Any, call: str) -> jax.ShapeDtypeStruct:
             ) from error
         weak_type = bool(getattr(aval, "weak_type", False))
     return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, weak_type=weak_type, sharding=_host_sharding(leaf)
+        aval.shape, aval.dtype, weak_type=weak_type, sharding=_sharding(leaf)
     )
 
 
-def _host_sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """Return the sharding of a value in host memory; other values get the target's device."""
-    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
+    """Return the sharding of a value over several devices or in the host's memory.
+
+    Other values get the target's device.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    if _jax.devices_of(sharding) > 1:
+        return getattr(sharding, "sharding", sharding)
+    kind = getattr(sharding, "memory_kind", None)
     if kind not in ("pinned_host", "unpinned_host"):
         return None
     return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
@@ -257,8 +263,18 @@ def materialised(leaf: Any) -> Any:
         return leaf
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         keys = [jax.random.key(0)] * int(np.prod(leaf.shape))
-        return jnp.stack(keys).reshape(leaf.shape) if leaf.shape else keys[0]
-    return jnp.zeros(leaf.shape, leaf.dtype)
+        made = jnp.stack(keys).reshape(leaf.shape) if leaf.shape else keys[0]
+        place = _placed(leaf)
+        return made if place is None else jax.device_put(made, place)
+    return jnp.zeros(leaf.shape, leaf.dtype, device=_placed(leaf))
+
+
+def _placed(struct: jax.ShapeDtypeStruct) -> jax.sharding.Sharding | None:
+    """Return the sharding of a shape over several devices of this process."""
+    sharding = _sharding(struct)
+    if sharding is None or _jax.devices_of(sharding) == 1:
+        return None
+    return _jax.concrete(sharding) if _jax.is_abstract(sharding) else sharding
 
 
 # -- the gradient of a loss -------------------------------------------------------------------
@@ -328,7 +344,6 @@ def trace_gradient(
     fn = _flax.with_known_arguments(fn)
     with _flax.nnx_scopes(), _taken.differentiated_later():
         loss, shapes = jax.make_jaxpr(fn, return_shape=True)(*structs)
-        check_program(loss, call)
         has_aux = check_loss(loss, structs, shapes, argnums, call)
         forward, backward = _forward_and_backward(fn, structs, argnums, has_aux)
     primal = Flow(numbering)

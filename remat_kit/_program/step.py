@@ -7,6 +7,7 @@ The optimizer may be any object with the methods ``init`` and ``update`` of an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,19 +42,50 @@ def state_of(optimizer: Any, args: Sequence[Any], argnums: Argnums, call: str) -
             f"`{call}(..., argnums={argnums!r}, optimizer=...)`: a step updates one argument",
             hint="put all parameters into one pytree, and give the position of that argument",
         )
-    return jax.eval_shape(optimizer.init, abstract(args, call=call)[argnums])
+    params = abstract(args, call=call)[argnums]
+    return _sharded_like(jax.eval_shape(optimizer.init, params), params)
+
+
+def _sharded_like(state: Any, params: Any) -> Any:
+    """Return the shapes of a state, with the shardings of the parameters on each copy of them.
+
+    The moments of an optimizer have the tree and the shapes of the parameters. JAX gives them the
+    shardings of the parameters, because they are made from them.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    if all(leaf.sharding is None for leaf in leaves):
+        return state
+    shapes = [leaf.shape for leaf in leaves]
+
+    def is_copy(x: Any) -> bool:
+        return jax.tree.structure(x) == tree and [y.shape for y in jax.tree.leaves(x)] == shapes
+
+    def sharded(x: Any) -> Any:
+        if not is_copy(x):
+            return x
+        return jax.tree.map(lambda y, p: y.update(sharding=p.sharding), x, params)
+
+    return jax.tree.map(sharded, state, is_leaf=is_copy)
+
+
+def _nbytes(struct: Any) -> int:
+    """Return the bytes of an array on one device."""
+    shape = struct.shape
+    if struct.sharding is not None:
+        shape = struct.sharding.shard_shape(shape)
+    return math.prod(shape) * struct.dtype.itemsize
 
 
 def state_bytes(optimizer: Any, args: Sequence[Any], argnums: Argnums, call: str) -> int:
-    """Return the bytes of an optimizer's state."""
-    state = state_of(optimizer, args, argnums, call)
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    """Return the bytes of an optimizer's state, on each device if it is split over several."""
+    return sum(map(_nbytes, jax.tree.leaves(state_of(optimizer, args, argnums, call))))
 
 
 def adamw_bytes(args: Sequence[Any], argnums: Argnums, call: str) -> int | None:
     """Return the bytes of AdamW's state with its default options, or None for a whole step.
 
-    The state consists of two copies of the parameters and a count of steps.
+    The state consists of two copies of the parameters and a count of steps. If they are split over
+    several devices, these are the bytes of one device.
 
     >>> adamw_bytes((jnp.ones((8, 4)), jnp.ones(3)), 0, "measure")
     260
@@ -62,7 +94,7 @@ def adamw_bytes(args: Sequence[Any], argnums: Argnums, call: str) -> int | None:
         return None
     structs = abstract(args, call=call)
     chosen = [structs[i] for i in ([argnums] if isinstance(argnums, int) else argnums)]
-    return 2 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(chosen)) + 4
+    return 2 * sum(map(_nbytes, jax.tree.leaves(chosen))) + 4
 
 
 def training_step(

@@ -93,7 +93,7 @@ def trace(
         call: the public function that errors name.
 
     Raises:
-        UserError: the program is partitioned over several devices, or the call cannot work.
+        UserError: the call cannot work.
         NotDifferentiableError: ``fn`` is not a loss.
     """
     donated = _positions(donate_argnums)
@@ -106,7 +106,6 @@ def trace(
         program = _jitted_here(gradient, args, donated, call)
     else:
         program = _step_as_it_is(fn, tuple(args), donated, call)
-    _gradient.check_program(program.traced.jaxpr, call)
     return program
 
 
@@ -152,7 +151,6 @@ def _step_as_it_is(
             f"donate_argnums is {own or 'empty'}",
             hint="leave donate_argnums out here, and give it to the function's own jit",
         )
-    _gradient.check_on_one_device(_flax.arrays_of((*full, *kwargs.values())), call)
     if jitted is not inner:
         return _of_shapes(_flax.trace_jitted(inner, full, kwargs))
     full, kwargs = jax.tree.map(_without_place, (full, kwargs), is_leaf=_flax.is_state)
@@ -208,7 +206,10 @@ def _arrays_of(result: Any) -> Any:
 
 
 def _without_place(leaf: Any) -> Any:
-    """Return the shape of an array, without its device; anything else may be a static argument."""
+    """Return the shape of an array, and its sharding over several devices if it has one.
+
+    Anything else may be a static argument.
+    """
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
         return abstract((leaf,))[0]
     return leaf
@@ -224,7 +225,6 @@ def _plain_step(
 ) -> CompilableProgram:
     if _flax.holds_state(args):
         # `jax.jit` would drop the changes of NNX objects, and with them the update of the step.
-        _gradient.check_on_one_device(_flax.arrays_of(args), call)
         return _of_shapes(_flax.trace_jitted(_flax.jitted_step(fn, donated), args, {}))
     leaves, tree = jax.tree.flatten(args)
     if not all(map(_is_array, leaves)):
