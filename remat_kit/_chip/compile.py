@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, overload
 
 import jax
-import jax.numpy as jnp
 
 from remat_kit import _frames, _jax
 from remat_kit._chip import lowering as _lowering

@@ -144,7 +144,11 @@ class Memory:
     def to_json(self) -> dict[str, Any]:
         """Return plain values, ready for `json.dumps`."""
         plain = dataclasses.asdict(self) | {"headroom_bytes": self.headroom_bytes}
-        return plain | {"notes": list(self.all_notes), "versions": dict(self.versions), "mesh": dict(self.mesh)}
+        return plain | {
+            "notes": list(self.all_notes),
+            "versions": dict(self.versions),
+            "mesh": dict(self.mesh),
+        }
 
     def __str__(self) -> str:
         note = self.optimizer_note

@@ -47,7 +47,7 @@ from remat_kit._planner.graph import CostGraph, Equation, Loop, Tensor
 from remat_kit._program import ops as _ops
 from remat_kit._program import program as _program
 from remat_kit._program import taken as _taken
-from remat_kit._program.gradient import Argnums, abstract, gradient_program
+from remat_kit._program.gradient import Argnums, abstract, check_program, gradient_program
 from remat_kit._program.losses import Loss
 from remat_kit._program.ops import is_fusible, is_view, reduces
 from remat_kit._program.program import Program, flat_program
@@ -102,7 +102,9 @@ def trace(
         for leaf in jax.tree.leaves(struct)
     ]
     with _taken.differentiated_later():
-        program = flat_program(jax.make_jaxpr(fn)(*structs))
+        closed = jax.make_jaxpr(fn)(*structs)
+    check_program(closed, call)
+    program = flat_program(closed)
     active = [False] * len(program.consts) + active
     wanted = [i == 0 for i in range(len(program.outvars))]
     return _build(program, active, wanted, chip)

@@ -29,6 +29,7 @@ from remat_kit._compiled.hlo import Instruction
 from remat_kit._compiled.liveness import DEVICE, TEMPORARY
 from remat_kit._compiled.peak import anatomy
 from remat_kit._errors import UserError
+from remat_kit._frameworks import flax as _flax
 from remat_kit._planner import build as _build
 from remat_kit._planner.frontier import (
     Frontier,
@@ -41,7 +42,12 @@ from remat_kit._planner.frontier import (
 )
 from remat_kit._planner.graph import CostGraph
 from remat_kit._planner.point import Point
-from remat_kit._program.gradient import Argnums
+from remat_kit._program.gradient import (
+    Argnums,
+    check_on_one_device,
+    check_program,
+    partitioned,
+)
 from remat_kit._program.losses import Step, step_of
 from remat_kit._program.step import state_bytes
 
@@ -61,6 +67,7 @@ def frontier_for(
 
     For a step the second part of the pair is None. Errors name the public function ``call``.
     """
+    _check_on_one_device(args, call)
     step = step_of(fn, args, argnums, call=call) if optimizer is None else None
     if step is None:
         begun = time.perf_counter()
@@ -76,12 +83,13 @@ def graphs_for(
     fn: Callable[..., Any], args: Sequence[Any], chip: Target, argnums: Argnums, call: str
 ) -> tuple[list[CostGraph], Surroundings]:
     """Return the cost graph of a loss, or those of the losses of a step, and what is around it."""
+    _check_on_one_device(args, call)
     step = step_of(fn, args, argnums, call=call)
     if step is None:
         graph, around = _graph_of_loss(fn, args, chip, argnums, None, call)
         return [graph], around
     _check_losses(step, call)
-    given, least = rest_of_step(compile_program(fn, args, chip, argnums=None, call=call, run=False))
+    given, least = rest_of_step(_compiled_without_plan(fn, args, chip, call))
     return [_build.of_loss(loss, chip) for loss in step.losses], Surroundings(given, 0, least)
 
 
@@ -101,7 +109,21 @@ def _graph_of_loss(
     return graph, Surroundings(given, made)
 
 
+def _check_on_one_device(args: Sequence[Any], call: str) -> None:
+    check_on_one_device(_flax.arrays_of(tuple(args)), call)
+
+
+def _compiled_without_plan(
+    fn: Callable[..., Any], args: Sequence[Any], chip: Target, call: str
+) -> Compiled:
+    compiled = compile_program(fn, args, chip, argnums=None, call=call, run=False)
+    if compiled.memory.devices > 1:  # the shardings of the step's own jit are not in its jaxpr
+        raise partitioned("the step is partitioned", compiled.memory.devices, call)
+    return compiled
+
+
 def _check_losses(step: Step, call: str) -> None:
+    check_program(step.program.traced.jaxpr, call)
     if not step.losses:
         raise UserError(
             f"`{call}`: the function takes no gradient, so there is nothing to plan",
@@ -135,7 +157,7 @@ def frontier_of_step(
     _check_losses(step, call)
     graphs = [_build.of_loss(loss, chip) for loss in step.losses]
     tick(f"compiling for {chip.name}: the step without a plan")
-    compiled = compile_program(fn, args, chip, argnums=None, call=call, run=False)
+    compiled = _compiled_without_plan(fn, args, chip, call)
     given, least = rest_of_step(compiled)
     fronts = [
         frontier_of(

@@ -84,18 +84,19 @@ def check_on_one_device(args: Any, call: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(args)):
         devices = _jax.partitions_of(getattr(leaf, "sharding", None))
         if devices > 1:
-            raise _partitioned(f"{_name(path)} is partitioned", devices, call)
+            raise partitioned(f"{_name(path)} is partitioned", devices, call)
     if (devices := _jax.context_devices()) > 1:
-        raise _partitioned("`jax.set_mesh` partitions the program", devices, call)
+        raise partitioned("`jax.set_mesh` partitions the program", devices, call)
 
 
 def check_program(closed: Any, call: str) -> None:
     """Raise `UserError` if a traced function uses a mesh or a sharding of several devices."""
     if (devices := _jax.devices_within(closed)) > 1:
-        raise _partitioned("the function is partitioned", devices, call)
+        raise partitioned("the function is partitioned", devices, call)
 
 
-def _partitioned(what: str, devices: int, call: str) -> UserError:
+def partitioned(what: str, devices: int, call: str) -> UserError:
+    """Return the error of a function that does not know partitioned programs."""
     return UserError(
         f"`{call}`: {what} over {devices} devices, but `{call}` knows programs of one device only",
         hint="`measure` and `inspect` take partitioned programs; here, give the program of one "
