@@ -44,7 +44,7 @@ ARGS = (struct(64, 64), struct(256, 64))
 
 
 def child_of(platform):
-    return _compile._workers[os.getpid(), platform]._process
+    return _compile._workers[os.getpid(), platform, 1]._process
 
 
 def fresh(n):

@@ -2,7 +2,8 @@
 
 A jitted step knows more than its function: what it donates, which arguments are static, and with
 NNX which of them it changes. Every way to write a step down is compared with the compiler's answer
-for the very same object. What is split over several devices is another program, and refused.
+for the very same object. `test_mesh_programs.py` does the same for programs that are partitioned over
+several devices; what cannot answer for those refuses them.
 """
 
 import functools
@@ -186,29 +187,16 @@ def build(x):
 
 
 CALLS = {
-    "measure": lambda f, p, x: remat_kit.measure(f, p, x),
-    "measure on local": lambda f, p, x: remat_kit.measure(f, p, x, target="local"),
-    "measure a step": lambda f, p, x: remat_kit.measure(f, p, x, argnums=None),
-    "measure a jitted step": lambda f, p, x: remat_kit.measure(jax.jit(f), p, x, argnums=None),
-    "measure a training step": lambda f, p, x: remat_kit.measure(f, p, x, optimizer=ADAM),
-    "inspect": lambda f, p, x: remat_kit.inspect(f, p, x),
-    "diff": lambda f, p, x: remat_kit.diff(f, f, p, x),
     "plan": lambda f, p, x: remat_kit.plan(f, p, x, budget="min"),
+    "plan for bytes": lambda f, p, x: remat_kit.plan(f, p, x, budget=2**20),
+    "plan a step": lambda f, p, x: remat_kit.plan(jax.jit(jax.grad(f)), p, x, budget="min"),
     "frontier": lambda f, p, x: remat_kit.frontier(f, p, x),
     "estimate": lambda f, p, x: remat_kit.estimate(f, p, x, checkpoints=["h"]),
-    "fit": lambda f, p, x: remat_kit.fit(lambda batch: (f, (p, x)), batches=[8]),
-    "max_batch": lambda f, p, x: remat_kit.max_batch(lambda batch: (f, (p, x))),
-    "assert_fits": lambda f, p, x: testing.assert_fits(f, p, x, target="cpu"),
-    "assert_peak_at_most": lambda f, p, x: testing.assert_peak_at_most(
-        f, p, x, target="cpu", peak="1GiB"
-    ),
-    "assert_equivalent": lambda f, p, x: testing.assert_equivalent(f, f, p, x),
-    "memory_baseline": lambda f, p, x: testing.MemoryBaseline(Path("no.json")).check(f, p, x),
 }
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_split_arguments_and_functions_are_refused(call):
+def test_the_planner_refuses_split_arguments_and_functions(call):
     def constrained(params, x):
         return loss(params, jax.lax.with_sharding_constraint(x, split(P("data")).sharding))
 
@@ -228,12 +216,12 @@ def test_split_arguments_and_functions_are_refused(call):
 def test_a_copy_on_each_device_is_an_argument_like_another():
     whole = [split(P()), split(P("data"), mesh_of(1, 4))]
     for x in whole:
-        assert remat_kit.measure(loss, PARAMS, x).peak_bytes == (
-            remat_kit.measure(loss, PARAMS, ARGS[2]).peak_bytes
-        )
+        memory = remat_kit.measure(loss, PARAMS, x)
+        assert memory.peak_bytes == remat_kit.measure(loss, PARAMS, ARGS[2]).peak_bytes
+        assert memory.devices == x.sharding.mesh.size
 
 
-def test_meshes_of_this_process_are_refused():
+def test_meshes_of_this_process_are_refused_by_the_planner():
     code = """
 import jax, jax.numpy as jnp, numpy as np, remat_kit
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -252,10 +240,11 @@ faults = {
     "loop": (lambda x: jax.lax.scan(lambda c, y: (c + mapped(x), None), 0.0, x)[0], x),
 }
 calls = {
-    "measure": remat_kit.measure,
-    "step": lambda *a: remat_kit.measure(*a, argnums=None),
-    "local": lambda *a: remat_kit.measure(*a, argnums=None, target="local"),
-    "inspect": remat_kit.inspect,
+    "plan": lambda *a: remat_kit.plan(*a, budget="min"),
+    "step": lambda f, x: remat_kit.frontier(jax.jit(jax.grad(f)), x),
+    "sharded step": lambda f, x: remat_kit.frontier(
+        jax.jit(jax.grad(loss), in_shardings=rows, out_shardings=rows), x
+    ),
     "frontier": remat_kit.frontier,
 }
 def tried(name, call):
