@@ -372,6 +372,15 @@ def _values(program: HloModule) -> list[tuple[Instruction, int]]:
     return numbering.seen
 
 
+def value_numbers(program: HloModule) -> dict[str, int]:
+    """Return the number of the value of each instruction, by the name of the instruction.
+
+    Two instructions with one number compute the same value. Collectives that differ in their
+    channel alone do not have one number.
+    """
+    return {instruction.name: number for instruction, number in reversed(_values(program))}
+
+
 def _dims(shape: str) -> str:
     """Return a shape without its layout, its element type and its axes of size one."""
     return re.sub(r"\b1,|,1\b", "", " ".join(SHAPE_DIMS.findall(shape)))
