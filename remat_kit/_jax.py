@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import sys
 import threading
 import weakref
@@ -1490,6 +1491,42 @@ def partitioned(lowered: Any) -> Partitioned:
         ]
 
     return Partitioned(pairs("in"), pairs("out"), (tuple(inputs), tuple(outputs)))
+
+
+def propagated_result_shardings(module: Any) -> list[str] | None:
+    """Run Shardy's propagation on a lowered module, and print the sharding of each result.
+
+    A result that is replicated has an empty text. Return None if this jaxlib does not have the
+    passes. The module changes. `PassManager` and the pipeline are in jaxlib of jax 0.10.2 and 0.12.
+    """
+    try:
+        from jaxlib.mlir.passmanager import PassManager
+
+        with module.context:
+            PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
+    except Exception:  # the pipeline is no public API
+        return None
+    for operation in module.body.operations:
+        attributes = operation.attributes
+        if "sym_name" in attributes and attributes["sym_name"].value == "main":
+            count = len(attributes["function_type"].value.results)
+            if "res_attrs" not in attributes:
+                return [""] * count
+            return [
+                str(result["sdy.sharding"]) if "sdy.sharding" in result else ""
+                for result in attributes["res_attrs"]
+            ]
+    return None
+
+
+def axis_sizes(module: Any) -> dict[str, int]:
+    """Return the sizes of the mesh axes that a lowered module names."""
+    found: dict[str, int] = {}
+    for operation in module.body.operations:
+        if operation.operation.name == "sdy.mesh":
+            text = str(operation).partition("{stablehlo.mesh")[0]
+            found |= {name: int(n) for name, n in re.findall(r'"([^"]*)"=(\d+)', text)}
+    return found
 
 
 def context_devices() -> int:

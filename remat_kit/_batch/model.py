@@ -16,6 +16,7 @@ from remat_kit._chip.compile import Compiled
 from remat_kit._chip.target import Target
 from remat_kit._compiled import hlo as _hlo
 from remat_kit._compiled import peak as _peak
+from remat_kit._compiled.collectives import collectives, link_times
 from remat_kit._compiled.roofline import estimate
 from remat_kit._errors import NotDifferentiableError, RematKitError, UserError
 from remat_kit._inspect.tables import NO_POLICY
@@ -217,7 +218,9 @@ def step_seconds_of(compiled: Compiled, chip: Target) -> float | None:
     if compiled.hlo_text is None:
         return None
     program = _hlo.parse(compiled.hlo_text)
-    return estimate(program, chip, _peak.origins(program), chip_name=chip.name).seconds
+    chip, origins = compiled.chip, _peak.origins(program)
+    found = collectives(program, origins, chip, compiled.meshes)
+    return estimate(program, chip, origins, chip_name=chip.name, **link_times(found)).seconds
 
 
 def bytes_or_unknown(size: float | None) -> str:

@@ -578,7 +578,11 @@ def targets_command(options: argparse.Namespace) -> None:
     _stay_off_the_device(())
     chips = targets()
     columns = ("target", "chip", "memory", "compiler")
-    columns += ("bandwidth", "to the host", "peak rates", "from") if options.full else ()
+    columns += (
+        ("bandwidth", "to the host", "links", "host memory", "peak rates", "from")
+        if options.full
+        else ()
+    )
     rows = []
     for chip in chips:
         ready = "installed" if chip.available else f"needs {_package(chip.needs)}"
@@ -586,8 +590,15 @@ def targets_command(options: argparse.Namespace) -> None:
         rows.append((*row, *(_rates(chip) if options.full else ())))
     missing = dict.fromkeys(chip.needs for chip in chips if not chip.available)
     footer = "\n".join(f"{_package(needs)}: {needs}" for needs in missing)
+    footer = f"{footer}\n{_TOPOLOGIES}".strip()
     table = Table("targets", columns, tuple(rows), footer)
     answer(options, {"targets": [_target_json(chip) for chip in chips]}, [table])
+
+
+_TOPOLOGIES = (
+    "several devices: tpu-v5e:4x4 and tpu-v5p:4x4x4 (slices), h100:8 (one host), h100:4x8 (four "
+    "hosts of eight), cpu:8"
+)
 
 
 def _package(needs: str | None) -> str:
@@ -596,19 +607,25 @@ def _package(needs: str | None) -> str:
 
 
 def _rates(chip: Any) -> tuple[str, ...]:
+    from remat_kit._units import format_bytes
+
     links = (chip.bandwidth_bytes_per_second, chip.host_bandwidth_bytes_per_second)
     peaks = (f"{name} {rate / 1e12:.3g}" for name, rate in chip.flops_per_second.items())
     shown = (f"{link / 1e9:.4g} GB/s" for link in links)
-    return (*shown, ", ".join(peaks) + " TFLOP/s", chip.source)
+    ways = ", ".join(f"{name} {rate / 1e9:.4g}" for name, rate in chip.links.items())
+    host = "?" if chip.host_memory_bytes is None else format_bytes(chip.host_memory_bytes)
+    return (*shown, f"{ways} GB/s", host, ", ".join(peaks) + " TFLOP/s", chip.source)
 
 
 def _target_json(chip: Any) -> dict[str, Any]:
     names = (
         *("name", "platform", "description", "memory_bytes", "bandwidth_bytes_per_second"),
-        *("host_bandwidth_bytes_per_second", "source", "available", "needs"),
+        *("host_bandwidth_bytes_per_second", "source", "available", "needs", "devices"),
+        "host_memory_bytes",
     )
     plain = {name: getattr(chip, name) for name in names}
-    return plain | {"flops_per_second": dict(chip.flops_per_second)}
+    rates = {"links": dict(chip.links), "flops_per_second": dict(chip.flops_per_second)}
+    return plain | rates
 
 
 def completion_command(options: argparse.Namespace) -> None:

@@ -13,9 +13,9 @@ Example: eight devices in a mesh of 4 by 2 form these groups along its second ax
 >>> plain == strided == named, plain.size
 (True, 2)
 
-A collective is *repeated* if it is in the program only because of recomputation: a checkpoint region
-needs it, and an earlier one moves the same value, or its operand is recomputed and the forward pass
-has a collective of the same kind and shape.
+A collective is *repeated* if it is in the program only because of recomputation: a checkpoint
+region needs it, and an earlier one moves the same value, or its operand is recomputed and the
+forward pass has a collective of the same kind and shape.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def axes_of(groups: ReplicaGroups, meshes: Sequence[Mesh]) -> tuple[str, ...]:
 def _groups_by_axes(
     axes: tuple[tuple[str, int], ...], order: tuple[int, ...] | None
 ) -> dict[tuple[str, ...], ReplicaGroups]:
-    """Return the groups along each choice of axes, fewer axes first; axes of size 1 are left out."""
+    """Return the groups along each choice of axes of a size above 1, fewer axes first."""
     sizes = [n for _, n in axes]
     ids = np.array(order if order is not None else range(math.prod(sizes))).reshape(sizes)
     real = [i for i, (_, n) in enumerate(axes) if n > 1][:10]  # 2 to the power of this many choices
@@ -304,6 +304,13 @@ def collectives(
             )
         )
     return tuple(found)
+
+
+def link_times(found: Sequence[Collective]) -> dict[str, float]:
+    """Return the time of collectives as the arguments of `roofline.estimate`."""
+    waiting = sum(c.seconds for c in found if not c.background)
+    behind = sum(c.seconds for c in found if c.background)
+    return {"waiting_seconds": waiting, "background_seconds": behind}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -448,7 +455,7 @@ class _Reader:
         if _is_marked(site.instruction):
             place = dataclasses.replace(place, phase=RECOMPUTE)
         if "/(" in name:
-            return dataclasses.replace(place, module=_common_module(name))
+            return dataclasses.replace(place, module=module_and_primitive(name)[0])
         if site.instruction is not site.scheduled:
             place = dataclasses.replace(place, module=module_and_primitive(name)[0])
         is_named = name.startswith("jit(") and not _enters_region(name) and bool(place.module)
@@ -474,19 +481,6 @@ _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 
 
 _MOVES = TRANSPARENT | {"get-tuple-element", "tuple", "all-gather-done", "all-reduce-done"}
-
-
-def _common_module(op_name: str) -> str:
-    """Return the module path that the names of a combined collective have in common.
-
-    >>> _common_module("jit(f)/(jvp(Net)/a/up/dot_general:jvp(Net)/a/down/dot_general)")
-    'Net/a'
-    """
-    head, _, rest = op_name.partition("/(")
-    names = [f"{head}/{name}" for name in rest.rstrip(")").split(":")]
-    paths = [module_and_primitive(name)[0].split("/") for name in names]
-    common = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
-    return "/".join(parts[0] for parts in common)
 
 
 def _enters_region(op_name: str) -> bool:

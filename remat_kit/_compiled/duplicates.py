@@ -9,6 +9,7 @@ original is still in the program.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -161,7 +162,19 @@ def module_and_primitive(op_name: str) -> tuple[str, str]:
 
     >>> module_and_primitive("jit(f)/jvp(GPT)/b0/mul;jit(f)/jvp(GPT)/b1/broadcast_in_dim")
     ('GPT/b0', 'mul')
+
+    One that it combined from several has a list of their names. The module is what their paths have
+    in common, and the primitive is that of the first.
+
+    >>> module_and_primitive("jit(f)/(jvp(GPT)/b0/up/dot:jvp(GPT)/b0/down/mul)")
+    ('GPT/b0', 'dot')
     """
+    if (start := op_name.find("/(")) >= 0 and op_name.endswith(")"):
+        head, rest = op_name[:start], op_name[start + 2 : -1]
+        found = [module_and_primitive(f"{head}/{name}") for name in rest.split(":")]
+        paths = [module.split("/") for module, _ in found]
+        same = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+        return "/".join(parts[0] for parts in same), found[0][1]
     *scopes, primitive = list(parts_of_scope(op_name.partition(";")[0])) or [""]
     return "/".join(_without_repeats(join_scopes(_groups(scopes)))), primitive
 

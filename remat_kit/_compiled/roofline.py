@@ -72,6 +72,9 @@ class Estimate:
         by_place: the cost for each (phase, module path, primitive).
         compiler_seconds: the compiler's cycles at the chip's clock; None if either is unknown.
         endless: loops whose number of iterations is unknown; their bodies count once.
+        link_seconds: the time of all collectives on the links between devices, by their peak rates.
+            Part of ``seconds``: a collective that the program waits for adds its time, and one in
+            the background hides behind computation where there is enough of it.
         uncounted: targets of custom calls for which the program does not give the number of
             operations. They contribute no FLOPs, and their time is that of their bytes.
     """
@@ -82,6 +85,7 @@ class Estimate:
     compiler_seconds: float | None
     endless: tuple[str, ...] = ()
     uncounted: tuple[str, ...] = ()
+    link_seconds: float = 0.0
 
     def by_phase(self) -> dict[str, Cost]:
         """Return the cost of each phase."""
@@ -97,6 +101,7 @@ class Estimate:
             "compiler": self.compiler_seconds,
             "flops": self.total.flops,
             "bytes": self.total.bytes,
+            "links": self.link_seconds,
             "by_phase": {phase: cost.seconds for phase, cost in self.by_phase().items()},
         }
 
@@ -113,7 +118,13 @@ _CLOCKS = {
 
 
 def estimate(
-    program: HloModule, chip: Chip, origins: Mapping[str, Origin], *, chip_name: str = ""
+    program: HloModule,
+    chip: Chip,
+    origins: Mapping[str, Origin],
+    *,
+    chip_name: str = "",
+    waiting_seconds: float = 0.0,
+    background_seconds: float = 0.0,
 ) -> Estimate:
     """Estimate the step time of a compiled program on the chip that it was compiled for.
 
@@ -122,19 +133,30 @@ def estimate(
         chip: its peak rates in FLOP/s by dtype, and its bandwidths in bytes/s.
         origins: as `peak.origins` returns them.
         chip_name: selects the clock rate that converts cycles into seconds.
+        waiting_seconds: link time of the collectives that the program waits for.
+        background_seconds: link time of the collectives that run beside its computation.
     """
     counter = _Counter(program, chip, origins)
     by_place = counter.computation(program.entry)
     total = sum(by_place.values(), Cost())
     seconds = max(
-        total.seconds,
+        total.seconds + waiting_seconds,
+        waiting_seconds + background_seconds,
         total.bytes / chip.bandwidth_bytes_per_second,
         total.host_bytes / chip.host_bandwidth_bytes_per_second,
     )
     clock = _CLOCKS.get(re.split("[:@]", chip_name)[0])
     compiler = total.cycles / clock if clock and total.cycles else None
     uncounted = tuple(dict.fromkeys(counter.uncounted))
-    return Estimate(seconds, total, by_place, compiler, tuple(counter.endless), uncounted)
+    return Estimate(
+        seconds,
+        total,
+        by_place,
+        compiler,
+        tuple(counter.endless),
+        uncounted,
+        waiting_seconds + background_seconds,
+    )
 
 
 _Places = dict[tuple[str, str, str], Cost]  # by phase, module path and primitive

@@ -9,6 +9,7 @@ from typing import Any
 from remat_kit._chip.compile import Compiled
 from remat_kit._compiled import duplicates as _duplicates
 from remat_kit._compiled import hlo as _hlo
+from remat_kit._compiled.collectives import Collective, collectives, link_times
 from remat_kit._compiled.duplicates import RecomputedOps
 from remat_kit._compiled.liveness import Schedule
 from remat_kit._compiled.peak import RECOMPUTE, Origin, Peak, Timeline, anatomy
@@ -32,6 +33,7 @@ class Reading:
         what_if: the predicted effect of recomputing each of the modules that hold most at the peak.
         schedule: its steps and buffers.
         origins: the origin of each instruction, by name.
+        collectives: the collectives that it runs, if it is partitioned over several devices.
     """
 
     peak: Peak
@@ -42,6 +44,7 @@ class Reading:
     what_if: tuple[Counterfactual, ...]
     schedule: Schedule = dataclasses.field(repr=False)
     origins: Mapping[str, Origin] = dataclasses.field(repr=False, hash=False)
+    collectives: tuple[Collective, ...] = ()
 
     def recomputed(self) -> list[dict[str, Any]]:
         """Return what the compiled program computes twice, by primitive and module, as plain data.
@@ -107,7 +110,8 @@ def read(compiled: Compiled, traced: Sequence[TracedReading]) -> Reading | None:
     program = _hlo.parse(compiled.hlo_text)
     ops = _duplicates.recomputed_ops(program)
     parts = anatomy(program, memory.peak_bytes, platform=chip.platform)
-    time = estimate(program, chip, parts.origins, chip_name=chip.name)
+    moves = collectives(program, parts.origins, chip, compiled.meshes)
+    time = estimate(program, chip, parts.origins, chip_name=chip.name, **link_times(moves))
     found = tuple(
         verdict
         for one in traced
@@ -124,4 +128,5 @@ def read(compiled: Compiled, traced: Sequence[TracedReading]) -> Reading | None:
         what_if=counterfactuals(parts.schedule, parts.origins, time),
         schedule=parts.schedule,
         origins=parts.origins,
+        collectives=moves,
     )

@@ -138,7 +138,14 @@ def inspect(
             readings[name] = reading
     hlo = {name: reading.ops for name, reading in readings.items()}
     chosen, place = _decorate.applied(loss)
-    facts = {name: CompiledFacts(memory[name], hlo.get(name)) for name in memory}
+    facts = {
+        name: CompiledFacts(
+            memory[name],
+            hlo.get(name),
+            collectives=readings[name].collectives if name in readings else (),
+        )
+        for name in memory
+    }
     lints = tuple(
         dict.fromkeys(
             lint
@@ -161,6 +168,13 @@ def inspect(
             _frames.warn(f"`inspect`: {lint.message}", lint.fix)
     unknown = tuple(u for gradient in gradients for u in _recomputed.unknown_costs(gradient))
     notes = [n for m in memory.values() for n in m.all_notes]
+    partitioned = any(m.devices > 1 for m in memory.values())
+    if partitioned:
+        notes.append(
+            "the program is partitioned: bytes and times are those of one device; FLOPs of the loss "
+            "and of what it recomputes are those of all devices together"
+            + (", and so are the bytes of what a step saves" if step is not None else "")
+        )
     if step is not None:
         notes.append("a training step, with " + "; ".join(str(StepLoss.of(x)) for x in step.losses))
     if unknown:
@@ -480,7 +494,25 @@ class Report(ShownReport):
                 compiler       float   the compiler's own estimate (TPU), else null
                 measured       float   of runs on "local", else null
                 flops, bytes   float   of the compiled program, loops counted in full
+                links          float   of the collectives on the links between devices
                 by_phase       object  phase to roofline seconds
+            devices            object  target to int: the devices that the program is partitioned
+                                       over; every figure of the target is that of one of them
+            mesh               object  by target: the axes of the mesh and their sizes
+            collectives        object, by target: a list in the order of the program, one object for
+                               each operation in which devices exchange values
+                kind           str     "all-gather", "all-reduce", "reduce-scatter", "all-to-all",
+                                       "collective-permute", …
+                bytes          int     of its result on one device, of one run
+                axes           list of str     mesh axes that it runs over; empty if its groups of
+                                       devices are none of the mesh
+                group          int     devices that take part together
+                module, source str     of the operation that needs it
+                phase          str     in which it runs
+                seconds        float   of all its runs on the links, by their peak rates
+                repeated       bool    true if it is there only because of recomputation
+                times          int     iterations of the loops around it, else 1
+                background     bool    true if the program computes while it runs
             losses             list    of a training step, one object for each loss that it
                                        differentiates; empty for a bare loss:
                 name, source   str     the function that takes the gradient and the loss; its line
@@ -527,6 +559,11 @@ class Report(ShownReport):
                 for name, r in self.readings.items()
             },
             "hlo_recomputed": {name: r.recomputed() for name, r in self.readings.items()},
+            "devices": {name: m.devices for name, m in self.memory.items()},
+            "mesh": {name: dict(m.mesh) for name, m in self.memory.items()},
+            "collectives": {
+                name: [c.to_json() for c in r.collectives] for name, r in self.readings.items()
+            },
             "step_seconds": {
                 name: r.step_seconds(self.memory[name].step_seconds)
                 for name, r in self.readings.items()

@@ -38,7 +38,8 @@ class Residual:
     Attributes:
         shape: the shape; for a value computed in a loop, the length of the loop comes first.
         dtype: the dtype.
-        bytes: the size in bytes, of all iterations together.
+        bytes: the size in bytes, of all iterations together; on one device, if the loss is
+            partitioned over several.
         module: path of the module that computes it; empty outside every module.
         source: ``file:line`` of the user's line that computes it.
         primitive: the primitive that computes it; empty for an argument or a constant.
@@ -154,7 +155,7 @@ def _residual(why: _Reasons, op: Op, aval: Any) -> Residual:
     return Residual(
         shape=tuple(aval.shape),
         dtype=str(aval.dtype),
-        bytes=_ops.nbytes(aval),
+        bytes=why.gradient.nbytes(op, aval),
         module="" if is_input else producer.module,
         source="" if is_input else producer.source,
         frames=() if is_input else _frames_of(producer),

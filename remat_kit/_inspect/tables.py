@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from remat_kit._chip.memory import Memory
 from remat_kit._chip.target import Target
+from remat_kit._compiled.collectives import Collective
 from remat_kit._compiled.peak import Held, Peak
 from remat_kit._inspect.lints.scene import Lint
 from remat_kit._inspect.reading import Reading
@@ -161,6 +162,8 @@ def reading_tables(name: str, reading: Reading) -> list[Table]:
     tables = [_peak_table(name, reading.peak)]
     if reading.regions:
         tables.append(_regions_table(name, reading))
+    if reading.collectives:
+        tables.append(collectives_table(name, reading.collectives))
     if reading.what_if:
         rows = [
             (
@@ -222,6 +225,37 @@ def _regions_table(name: str, reading: Reading) -> Table:
     columns = ("region", "verdict", "saves", "recomputes", "takes ≥", "why")
     shown, more = cut(rows, "regions")
     return Table(f"regions on {name}", columns, shown, more, ("takes ≥", "recomputes"))
+
+
+def collectives_table(name: str, found: Sequence[Collective]) -> Table:
+    """Return a table of collectives, with those of repeated blocks on one line."""
+    groups: dict[tuple[Any, ...], list[Collective]] = {}
+    for c in found:
+        key = (c.kind, c.bytes, c.axes, c.group, roll_up(c.module), c.phase, c.repeated)
+        groups.setdefault(key, []).append(c)
+    rows = []
+    ordered = sorted(groups.items(), key=lambda g: -sum(c.seconds for c in g[1]))
+    for (kind, size, axes, group, _, phase, repeated), same in ordered:
+        runs = sum(c.times for c in same)
+        rows.append(
+            (
+                kind,
+                f"{f'{runs} × ' if runs > 1 else ''}{format_bytes(size)}",
+                f"{', '.join(axes) or '?'} ({group})",
+                _folded([c.module for c in same]),
+                phase,
+                format_seconds(sum(c.seconds for c in same)),
+                "only by recomputation" if repeated else "",
+                same[0].source,
+            )
+        )
+    again = [c for c in found if c.repeated]
+    title = f"collectives on {name}: {format_seconds(sum(c.seconds for c in found))} on the links"
+    if again:
+        title += f", {format_seconds(sum(c.seconds for c in again))} only by recomputation"
+    columns = ("collective", "bytes", "axes", "module", "phase", "takes ≥", "repeated", "source")
+    shown, more = cut(rows, "kinds of collectives")
+    return Table(title, columns, shown, more, ("source", "repeated"))
 
 
 def _folded(modules: Sequence[str]) -> str:

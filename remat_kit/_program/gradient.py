@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 
 from remat_kit import _jax
 from remat_kit._errors import NotDifferentiableError, UserError
 from remat_kit._frameworks import flax as _flax
+from remat_kit._program import ops as _ops
+from remat_kit._program import sharding as _sharding
 from remat_kit._program import taken as _taken
 from remat_kit._program.flow import BACKWARD, Flow, NumberedValue, Numbering, Op
 
@@ -119,11 +122,11 @@ def _struct(path: Any, leaf: Any, call: str) -> jax.ShapeDtypeStruct:
             ) from error
         weak_type = bool(getattr(aval, "weak_type", False))
     return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, weak_type=weak_type, sharding=_sharding(leaf)
+        aval.shape, aval.dtype, weak_type=weak_type, sharding=_kept_sharding(leaf)
     )
 
 
-def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
+def _kept_sharding(leaf: Any) -> jax.sharding.Sharding | None:
     """Return the sharding of a value over several devices or in the host's memory.
 
     Other values get the target's device.
@@ -272,7 +275,7 @@ def materialised(leaf: Any) -> Any:
 
 def _placed(struct: jax.ShapeDtypeStruct) -> jax.sharding.Sharding | None:
     """Return the sharding of a shape over several devices of this process."""
-    sharding = _sharding(struct)
+    sharding = _kept_sharding(struct)
     if sharding is None or _jax.devices_of(sharding) == 1:
         return None
     return _jax.concrete(sharding) if _jax.is_abstract(sharding) else sharding
@@ -296,6 +299,7 @@ class Gradient:
         primal: the operations of the loss alone, with its checkpoint regions.
         primal_live: the operations of ``primal`` that a result depends on.
         names: the names of the arguments, in order.
+        shards: of a partitioned program, the shape on one device of the residuals that are split.
     """
 
     flow: Flow
@@ -307,6 +311,12 @@ class Gradient:
     primal: Flow
     primal_live: set[Op]
     names: tuple[str, ...]
+    shards: Mapping[Op, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    def nbytes(self, residual: Op, aval: Any) -> int:
+        """Return the bytes of a residual, on each device if it is split over several."""
+        shape = self.shards.get(residual)
+        return _ops.nbytes(aval if shape is None else jax.ShapeDtypeStruct(shape, aval.dtype))
 
     def ops(self) -> Iterator[Op]:
         """Yield the equations in ``live``, in order."""
@@ -369,7 +379,28 @@ def trace_gradient(
         primal=primal,
         primal_live=primal.live(result),
         names=_argument_names(fn, structs),
+        shards=_shards(forward, backward, structs, [op for op, _ in residuals]),
     )
+
+
+def _shards(
+    forward: Any, backward: Any, structs: Sequence[Any], residuals: Sequence[Op]
+) -> dict[Op, tuple[int, ...]]:
+    """Return the shapes of residuals on one device, for those that are split over several."""
+    leaves = jax.tree.leaves(tuple(structs))
+    sizes = [_jax.devices_of(leaf.sharding) for leaf in leaves]
+    if max([*sizes, _jax.context_devices(), _jax.devices_within(forward)]) == 1:
+        return {}
+
+    def values(*arrays: Any) -> list[Any]:
+        outs = jec.jaxpr_as_fun(forward)(*arrays)
+        kept = outs[len(outs) - len(residuals) :]
+        # The backward pass is part of the program whose shardings are propagated.
+        one = jnp.ones((), outs[0].dtype)
+        return [*kept, *jec.jaxpr_as_fun(backward)(*kept, one)]
+
+    shapes = _sharding.result_shards(values, leaves) or []
+    return dict(zip(residuals, shapes, strict=False))
 
 
 def _forward_and_backward(

@@ -90,7 +90,7 @@ function writeHash() {
   try { history.replaceState(null, "", "#" + asked); } catch { /* not allowed in a frame */ }
 }
 const report = () => D.policies[state.policy] ?? {
-  name: "", memory: {}, peak: {}, timeline: {}, regions: {}, what_if: {}, compiled: {}, step_seconds: {},
+  name: "", memory: {}, peak: {}, timeline: {}, regions: {}, what_if: {}, collectives: {}, compiled: {}, step_seconds: {},
   hlo_recomputed_ops: {}, hlo_xla_remat: {}, lints: [], notes: [],
 };
 const none = () => D.policies.find(p => p.name === "none");
@@ -161,6 +161,7 @@ function draw() {
     ["kept", "Kept", kept],
     ["recomputed", "Computed twice", recomputed],
     ["regions", "Regions", regions],
+    ["collectives", "Collectives", collectives],
     ["diff", "Diff", diffs],
     ["notes", "Notes", notes],
   ];
@@ -958,6 +959,28 @@ function regions() {
   ], "regions", 2);
   return {count: t.rows + t.left, node: section("Regions", "did the compiler keep the rematerialization? " +
     Object.entries(tally).map(([name, n]) => `${many(n)} ${name}`).join(", "), table.tools, table.node, andMore(t, "regions"))};
+}
+
+function collectives() {
+  const t = here("collectives");
+  if (!t || !t.rows) return null;
+  const again = column(t, "repeated"), time = column(t, "seconds");
+  let all = 0, repeated = 0;
+  for (let i = 0; i < t.rows; i++) { all += time(i); if (again(i)) repeated += time(i); }
+  const table = grid(t.rows, [
+    {title: "collective", get: column(t, "kind"), show: mono},
+    {title: "bytes", num: true, get: column(t, "bytes"), show: known(bytes)},
+    {title: "runs", num: true, get: column(t, "times"), show: known(many)},
+    {title: "axes", get: column(t, "axes"), show: mono},
+    {title: "devices", num: true, get: column(t, "group"), show: known(many)},
+    {title: "module", get: column(t, "module"), show: mono},
+    {title: "phase", get: column(t, "phase")},
+    {title: "time", num: true, get: time, show: known(seconds)},
+    {title: "why twice", get: again, show: flag => el("span", {class: flag ? "badge bad" : ""}, flag ? "only by recomputation" : "")},
+    {title: "source", get: column(t, "source"), show: mono},
+  ], "collectives", 7);
+  const about = `${seconds(all)} on the links` + (repeated ? `, ${seconds(repeated)} only by recomputation` : "");
+  return {count: t.rows + t.left, node: section("Collectives", about, table.tools, table.node, andMore(t, "collectives", seconds))};
 }
 
 // -- diffs and notes --------------------------------------------------------------------------

@@ -57,6 +57,12 @@ _REGIONS = (
 )
 
 
+_COLLECTIVES = (
+    *("kind", "bytes", "times", "axes", "group", "module", "phase", "seconds", "repeated"),
+    "source",
+)
+
+
 def page(
     data: Mapping[str, Any],
     *,
@@ -175,6 +181,14 @@ class _Packed:
                 },
                 _WHAT_IF,
                 by="saved_bytes",
+            ),
+            "collectives": self.tables(
+                {
+                    target: [r | {"axes": ", ".join(r.get("axes") or ())} for r in rows or ()]
+                    for target, rows in (report.get("collectives") or {}).items()
+                },
+                _COLLECTIVES,
+                by="seconds",
             ),
             "compiled": self.tables(report.get("hlo_recomputed"), _COMPILED, by="flops"),
             "notes": list(report.get("notes") or ()),

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import remat_kit  # noqa: E402
 
 SIZES, NAMES = (4, 2), ("data", "model")
+COPIED = P()
 ADAM = optax.adamw(1e-3)
 
 
@@ -38,7 +39,7 @@ def abstract_mesh(kind=AxisType.Auto):
     return AbstractMesh(SIZES, NAMES, axis_types=(kind,) * 2)
 
 
-def shape(*dims, on=None, spec=P(), dtype=jnp.float32):
+def shape(*dims, on=None, spec=COPIED, dtype=jnp.float32):
     place = None if on is None else NamedSharding(on, spec)
     return jax.ShapeDtypeStruct(dims, dtype, sharding=place)
 

@@ -2,8 +2,8 @@
 
 A jitted step knows more than its function: what it donates, which arguments are static, and with
 NNX which of them it changes. Every way to write a step down is compared with the compiler's answer
-for the very same object. `test_mesh_programs.py` does the same for programs that are partitioned over
-several devices; what cannot answer for those refuses them.
+for the very same object. `test_mesh_programs.py` does the same for programs that are partitioned
+over several devices; what cannot answer for those refuses them.
 """
 
 import functools
@@ -21,7 +21,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import remat_kit
-from remat_kit import testing
 from remat_kit._program import gradient as _gradient
 
 ADAM = optax.adamw(1e-3)

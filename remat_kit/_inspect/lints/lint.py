@@ -24,6 +24,7 @@ from remat_kit._inspect.lints.rules import (
     collectives,
     dropped_offloads,
     kernels,
+    repeated_collectives,
     tiny_offloads,
     unknown_names,
 )
@@ -117,6 +118,6 @@ def _raised_peaks(scene: Scene) -> Iterator[Lint]:
 _RULES: tuple[Callable[[Scene], Iterator[Lint]], ...] = (
     *(whole_loss, regions_without_effect, rules_without_effect, never_read, never_called),
     *(unknown_names,),
-    *(cse_undone, saved_copies, dropout_masks, collectives, kernels),
+    *(cse_undone, saved_copies, dropout_masks, collectives, repeated_collectives, kernels),
     *(tiny_offloads, dropped_offloads, _raised_peaks),
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 from remat_kit import _jax
 from remat_kit._apply.labels import keep_labelled
+from remat_kit._compiled.collectives import Collective
 from remat_kit._errors import near_matches
 from remat_kit._inspect.lints.scene import (
     KEEPS_NOTHING,
@@ -19,6 +20,7 @@ from remat_kit._inspect.lints.scene import (
     array_text,
     at_place,
     changed_inside,
+    conjunction,
     counted,
     grouped,
     is_product,
@@ -34,7 +36,7 @@ from remat_kit._policy.algebra import Decision, Policy, Selector
 from remat_kit._program import paths as _paths
 from remat_kit._program import value as _value
 from remat_kit._program.flow import Region
-from remat_kit._units import format_bytes
+from remat_kit._units import format_bytes, format_seconds
 
 
 def unknown_names(scene: Scene) -> Iterator[Lint]:
@@ -93,6 +95,51 @@ def collectives(scene: Scene) -> Iterator[Lint]:
 
     why = "the devices communicate a second time, and all of them wait for it"
     yield from _dear(scene, "collective-recomputed", is_collective, _selectors.collective, why)
+
+
+def repeated_collectives(scene: Scene) -> Iterator[Lint]:
+    """Find the collectives of a compiled program that only recomputation needs a second time."""
+    for target, facts in scene.compiled.items():
+        again = [c for c in facts.collectives if c.repeated]
+
+        def key(c: Collective) -> Any:
+            return c.kind, c.axes, _paths.roll_up(c.module), c.source
+
+        for (kind, axes, module, source), found in grouped(again, key).items():
+            size = sum(c.bytes * c.times for c in found)
+            seconds = sum(c.seconds for c in found)
+            over = f" over {' and '.join(axes)}" if axes else ""
+            message = (
+                f"compiled for {target}, {kind}{over}{at_place(module, source)} runs "
+                f"{_times(sum(c.times for c in found))} only because of recomputation: "
+                f"{format_bytes(size)}, {format_seconds(seconds)} on the links"
+            )
+            fix = (
+                _instead_of_gathering(scene)
+                if kind == "all-gather"
+                else _kept_product(scene, module)
+            )
+            yield Lint("collective-repeated", message, fix, module, source, size)
+
+
+def _kept_product(scene: Scene, module: str) -> str:
+    """Return the policy that saves the product whose parts a collective adds up."""
+    place = _selectors.module(module) if module else None
+    return _also(scene, conjunction(place, _selectors.dots))
+
+
+def _instead_of_gathering(scene: Scene) -> str:
+    """Return the policy that saves a gathered array, and the line that gives it a name if needed.
+
+    XLA gathers an array where a constraint asks for it. Its result can then be saved.
+    """
+    if any(op.primitive == "sharding_constraint" for op in scene.gradient.ops()):
+        return _also(scene, _selectors.primitive("sharding_constraint"))
+    line = (
+        "w = remat_kit.name(jax.lax.with_sharding_constraint(w, jax.sharding.PartitionSpec()), "
+        "'gathered')"
+    )
+    return f"{line}  # with {_also(scene, _selectors.named('gathered'))}"
 
 
 def kernels(scene: Scene) -> Iterator[Lint]:

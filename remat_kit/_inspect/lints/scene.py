@@ -11,6 +11,7 @@ from typing import Any
 from remat_kit import _jax
 from remat_kit._apply.region import user_name
 from remat_kit._chip.memory import Memory
+from remat_kit._compiled.collectives import Collective
 from remat_kit._compiled.duplicates import RecomputedOps
 from remat_kit._errors import PolicyError
 from remat_kit._inspect.recomputed import Recomputed, duplicates
@@ -80,12 +81,14 @@ class CompiledFacts:
     Attributes:
         memory: the memory of the compiled program.
         hlo: the operations that it computes twice; None if the program did not compile.
+        collectives: the collectives of the compiled program.
         baseline: the memory of the same loss without a policy, if that was compiled.
     """
 
     memory: Memory
     hlo: RecomputedOps | None = None
     baseline: Memory | None = None
+    collectives: tuple[Collective, ...] = ()
 
 
 # -- what the lints look at -------------------------------------------------------------------
