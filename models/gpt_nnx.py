@@ -36,6 +36,7 @@ class Config:
     dropout: float = 0.0
     tied: bool = True
     scan: bool = False
+    stream: jax.sharding.NamedSharding | None = None
 
     def __post_init__(self):
         for name in ("layers", "width", "heads", "vocab", "seq"):
@@ -71,6 +72,102 @@ SIZES = {
     "175b": Config(layers=96, width=12288, heads=96, seq=2048),
     "72l": Config(layers=72, width=1024, heads=16),
 }
+
+
+# -- a mesh of several devices ------------------------------------------------------------------
+
+SHARDINGS = ("dp", "fsdp", "tp", "fsdp+tp")
+
+# The mesh axis that each dimension of a parameter may be split over, by the end of its path: over
+# "data" with fsdp, over "model" with tp. Scanned layers have one dimension more in front, and
+# what is not listed is whole on every device.
+SPLITS = {
+    "query/kernel": ("data", "model", None),
+    "key/kernel": ("data", "model", None),
+    "value/kernel": ("data", "model", None),
+    "query/bias": ("model", None),
+    "key/bias": ("model", None),
+    "value/bias": ("model", None),
+    "out/kernel": ("model", None, "data"),
+    "up/kernel": ("data", "model"),
+    "up/bias": ("model",),
+    "down/kernel": ("model", "data"),
+    "wte/embedding": ("model", "data"),
+    "wpe/embedding": (None, "data"),
+    "head/kernel": ("data", "model"),
+}
+
+
+def _mesh_of(mesh, materialize):
+    """Return the mesh that ``"data=8,model=8"`` describes: its devices are there or abstract."""
+    if not isinstance(mesh, str):
+        return mesh
+    try:
+        sizes = {name: int(size) for name, size in (a.split("=") for a in mesh.split(","))}
+    except ValueError:
+        sizes = {}
+    if not sizes or min(sizes.values()) < 1:
+        raise ValueError(f"mesh={mesh!r}: must be axes and their sizes, as in 'data=8,model=8'")
+    kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
+    if materialize:
+        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), kinds)
+    return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+
+
+def _check_sharding(mesh, sharding):
+    if sharding not in SHARDINGS:
+        raise ValueError(f"sharding={sharding!r}: must be one of {', '.join(SHARDINGS)}")
+    needed = ["data"] if sharding != "tp" else []
+    needed += ["model"] if "tp" in sharding else []
+    missing = [axis for axis in needed if axis not in mesh.shape]
+    if missing:
+        raise ValueError(f"sharding={sharding!r}: needs a mesh with the axis {missing[0]!r}")
+
+
+def _spec(axes, shape, mesh, used):
+    """Return a partition; a dimension that its axis does not divide stays whole."""
+    axes = (None,) * (len(shape) - len(axes)) + tuple(axes)
+    return jax.sharding.PartitionSpec(
+        *(
+            axis if axis in used and axis in mesh.shape and n % mesh.shape[axis] == 0 else None
+            for axis, n in zip(axes, shape)
+        )
+    )
+
+
+def _on_mesh(args, mesh, sharding, batch):
+    """Return the parameters and the batch with their shardings."""
+    used = {"fsdp": ("data",), "tp": ("model",), "fsdp+tp": ("data", "model")}.get(sharding, ())
+
+    def place(leaf, spec):
+        there = jax.sharding.NamedSharding(mesh, spec)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(sharding=there)
+        return jax.device_put(leaf, there)
+
+    def parameter(path, leaf):
+        names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+        end = "/".join([name for name in names if name not in ("value", "raw_value")][-2:])
+        return place(leaf, _spec(SPLITS.get(end, ()), leaf.shape, mesh, used))
+
+    def row(leaf):
+        is_batch = leaf.ndim and leaf.shape[0] == batch and leaf.dtype == jnp.int32
+        axes = ("data", *(None,) * (leaf.ndim - 1)) if is_batch else ()
+        return place(leaf, _spec(axes, leaf.shape, mesh, ("data",)))
+
+    params, *rest = args
+    return jax.tree_util.tree_map_with_path(parameter, params), *map(row, rest)
+
+
+def _stream(mesh, sharding, batch, seq):
+    """Return the sharding of what one layer hands to the next: rows, with tp positions too."""
+    used = ("data", "model") if "tp" in sharding else ("data",)
+    spec = _spec(("data", "model", None), (batch, seq, 1), mesh, used)
+    return jax.sharding.NamedSharding(mesh, spec)
+
+
+def _split(x, stream):
+    return x if stream is None else jax.lax.with_sharding_constraint(x, stream)
 
 
 def _init(scale=1.0):
@@ -123,6 +220,7 @@ class Block(nnx.Module):
 
     def __init__(self, config, rngs):
         c = config
+        self.stream = c.stream
         kinds = {"dtype": DTYPES[c.dtype], "rngs": rngs}
         self.ln_1 = nnx.LayerNorm(c.width, **kinds)
         self.attn = Attention(c, rngs)
@@ -131,7 +229,7 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(c.dropout, deterministic=not c.dropout)
 
     def __call__(self, x, rngs=None):
-        x = checkpoint_name(x, "decoder_layer_input")
+        x = checkpoint_name(_split(x, self.stream), "decoder_layer_input")
         y = self.attn(self.ln_1(x), rngs)
         x = x + checkpoint_name(self.dropout(y, rngs=rngs), "attn_out")
         y = self.mlp(self.ln_2(x))
@@ -228,6 +326,8 @@ def build(
     dropout=0.0,
     tied=True,
     scan=False,
+    mesh=None,
+    sharding=None,
     materialize=False,
     seed=0,
 ):
@@ -252,6 +352,10 @@ def build(
       dropout: rate on embeddings, attention weights and both residual branches.
       tied: use the token embedding as the output layer.
       scan: run the layers as one ``nnx.scan`` with stacked parameters, not unrolled.
+      mesh: the axes of a mesh and their sizes, as in ``"data=8,model=8"``, or a mesh. The arguments
+        then have shardings over it, and the batch is split over ``data``.
+      sharding: what is split besides: nothing ("dp"), the parameters over ``data`` ("fsdp"), heads
+        and hidden units over ``model`` ("tp"), or both ("fsdp+tp").
       materialize: return seeded arrays in place of ``jax.ShapeDtypeStruct``.
       seed: the seed of those arrays.
 
@@ -259,6 +363,8 @@ def build(
       ValueError: if a size is unknown or out of range; the message says what is allowed.
     """
     _positive("batch", batch)
+    if sharding is not None and mesh is None:
+        raise ValueError(f"sharding={sharding!r}: needs a mesh, as in mesh='data=8,model=8'")
     config = config_of(
         size,
         layers=layers,
@@ -271,6 +377,11 @@ def build(
         tied=tied,
         scan=scan,
     )
+    if mesh is not None:
+        mesh, sharding = _mesh_of(mesh, materialize), sharding or "dp"
+        _check_sharding(mesh, sharding)
+        stream = _stream(mesh, sharding, batch, config.seq)
+        config = dataclasses.replace(config, stream=stream)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, nnx.Rngs(seed))))
 
     def loss_fn(params, tokens, *key):
@@ -282,7 +393,10 @@ def build(
         key = jax.random.fold_in(jax.random.PRNGKey(seed), 2)
         return (params, _tokens(config, batch, seed), key)[: 3 if config.dropout else 2]
 
+    # Parameters are initialized on one device, where a sharding over several would be refused.
     args = make_args() if materialize else jax.eval_shape(make_args)
+    if mesh is not None:
+        args = _on_mesh(args, mesh, sharding, batch)
     if policy is not None:
         import remat_kit
 

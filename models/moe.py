@@ -41,6 +41,7 @@ class Config:
     seq: int = 1024
     dtype: str = "f32"
     scan: bool = False
+    stream: jax.sharding.NamedSharding | None = None
 
     def __post_init__(self):
         for name in ("layers", "width", "heads", "experts", "top", "vocab", "seq"):
@@ -70,6 +71,103 @@ SIZES = {
     "small": Config(layers=12, width=768, heads=12),
     "medium": Config(layers=24, width=1024, heads=16),
 }
+
+
+# -- a mesh of several devices ------------------------------------------------------------------
+
+SHARDINGS = ("dp", "fsdp", "tp", "fsdp+tp")
+
+# The mesh axis that each dimension of a parameter may be split over, by the end of its path: over
+# "data" with fsdp, over "model" with tp. Experts are always split over "expert". Scanned layers
+# have one dimension more in front, and what is not listed is whole on every device.
+SPLITS = {
+    "query/kernel": ("data", "model", None),
+    "key/kernel": ("data", "model", None),
+    "value/kernel": ("data", "model", None),
+    "query/bias": ("model", None),
+    "key/bias": ("model", None),
+    "value/bias": ("model", None),
+    "out/kernel": ("model", None, "data"),
+    "up/kernel": ("expert", "data", "model"),
+    "up/bias": ("expert", "model"),
+    "down/kernel": ("expert", "model", "data"),
+    "down/bias": ("expert", None),
+    "wte/embedding": ("model", "data"),
+    "wpe/embedding": (None, "data"),
+}
+
+
+def _mesh_of(mesh, materialize):
+    """Return the mesh that ``"data=8,model=8"`` describes: its devices are there or abstract."""
+    if not isinstance(mesh, str):
+        return mesh
+    try:
+        sizes = {name: int(size) for name, size in (a.split("=") for a in mesh.split(","))}
+    except ValueError:
+        sizes = {}
+    if not sizes or min(sizes.values()) < 1:
+        raise ValueError(f"mesh={mesh!r}: must be axes and their sizes, as in 'data=8,model=8'")
+    kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
+    if materialize:
+        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), kinds)
+    return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+
+
+def _check_sharding(mesh, sharding):
+    if sharding not in SHARDINGS:
+        raise ValueError(f"sharding={sharding!r}: must be one of {', '.join(SHARDINGS)}")
+    needed = ["data"] if sharding != "tp" else []
+    needed += ["model"] if "tp" in sharding else []
+    missing = [axis for axis in needed if axis not in mesh.shape]
+    if missing:
+        raise ValueError(f"sharding={sharding!r}: needs a mesh with the axis {missing[0]!r}")
+
+
+def _spec(axes, shape, mesh, used):
+    """Return a partition; a dimension that its axis does not divide stays whole."""
+    axes = (None,) * (len(shape) - len(axes)) + tuple(axes)
+    return jax.sharding.PartitionSpec(
+        *(
+            axis if axis in used and axis in mesh.shape and n % mesh.shape[axis] == 0 else None
+            for axis, n in zip(axes, shape)
+        )
+    )
+
+
+def _on_mesh(args, mesh, sharding, batch):
+    """Return the parameters and the batch with their shardings."""
+    used = ("expert", *(("data",) if "fsdp" in sharding else ()))
+    used += ("model",) if "tp" in sharding else ()
+
+    def place(leaf, spec):
+        there = jax.sharding.NamedSharding(mesh, spec)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(sharding=there)
+        return jax.device_put(leaf, there)
+
+    def parameter(path, leaf):
+        names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+        end = "/".join([name for name in names if name not in ("value", "raw_value")][-2:])
+        return place(leaf, _spec(SPLITS.get(end, ()), leaf.shape, mesh, used))
+
+    def row(leaf):
+        is_batch = leaf.ndim and leaf.shape[0] == batch and leaf.dtype == jnp.int32
+        axes = ("data", *(None,) * (leaf.ndim - 1)) if is_batch else ()
+        return place(leaf, _spec(axes, leaf.shape, mesh, ("data",)))
+
+    params, *rest = args
+    return jax.tree_util.tree_map_with_path(parameter, params), *map(row, rest)
+
+
+def _stream(mesh, sharding, batch, seq):
+    """Return the sharding of what one layer hands to the next: rows, with tp positions too."""
+    used = ("data", "model") if "tp" in sharding else ("data",)
+    spec = _spec(("data", "model", None), (batch, seq, 1), mesh, used)
+    return jax.sharding.NamedSharding(mesh, spec)
+
+
+def _split(x, stream):
+    return x if stream is None else jax.lax.with_sharding_constraint(x, stream)
 
 
 def _init(scale=1.0):
@@ -165,7 +263,7 @@ class Block(nn.Module):
     def __call__(self, x, _=None):
         c = self.config
         dtype = DTYPES[c.dtype]
-        x = checkpoint_name(x, "decoder_layer_input")
+        x = checkpoint_name(_split(x, c.stream), "decoder_layer_input")
         y = Attention(c, name="attn")(nn.LayerNorm(dtype=dtype, name="ln_1")(x))
         x = x + checkpoint_name(y, "attn_out")
         y, balance = Experts(c, name="moe")(nn.LayerNorm(dtype=dtype, name="ln_2")(x))
@@ -229,6 +327,8 @@ def build(
     seq=None,
     dtype="f32",
     scan=False,
+    mesh=None,
+    sharding=None,
     materialize=False,
     seed=0,
 ):
@@ -252,6 +352,11 @@ def build(
       capacity: how many tokens the experts can take, in units of those that are sent to them.
       dtype: of the computation, "f32" or "bf16"; parameters, router and loss are float32.
       scan: run the layers as one ``nn.scan`` with stacked parameters, not unrolled.
+      mesh: the axes of a mesh and their sizes, as in ``"data=8,model=8"``, or a mesh. The arguments
+        then have shardings over it, and the batch is split over ``data``.
+        Experts are split over the axis ``expert``, if there is one.
+      sharding: what is split besides: nothing ("dp"), the parameters over ``data`` ("fsdp"), heads
+        and hidden units over ``model`` ("tp"), or both ("fsdp+tp").
       materialize: return seeded arrays in place of ``jax.ShapeDtypeStruct``.
       seed: the seed of those arrays.
 
@@ -259,6 +364,8 @@ def build(
       ValueError: if a size is unknown or out of range; the message says what is allowed.
     """
     _positive("batch", batch)
+    if sharding is not None and mesh is None:
+        raise ValueError(f"sharding={sharding!r}: needs a mesh, as in mesh='data=8,model=8'")
     config = config_of(
         size,
         layers=layers,
@@ -272,6 +379,11 @@ def build(
         dtype=dtype,
         scan=scan,
     )
+    if mesh is not None:
+        mesh, sharding = _mesh_of(mesh, materialize), sharding or "dp"
+        _check_sharding(mesh, sharding)
+        stream = _stream(mesh, sharding, batch, config.seq)
+        config = dataclasses.replace(config, stream=stream)
     model = MoE(config)
 
     def loss_fn(params, tokens):
@@ -285,7 +397,10 @@ def build(
         tokens = jax.random.randint(drawn, (batch, config.seq + 1), 0, config.vocab)
         return model.init(init, tokens[:, :-1])["params"], tokens
 
+    # Parameters are initialized on one device, where a sharding over several would be refused.
     args = make_args() if materialize else jax.eval_shape(make_args)
+    if mesh is not None:
+        args = _on_mesh(args, mesh, sharding, batch)
     if policy is not None:
         import remat_kit
 

@@ -57,6 +57,7 @@ class ChipMemory(types.SimpleNamespace):
     """A `Memory` of a chip that has only the fields that lints read."""
 
     on_cpu = False
+    devices = 1
     drops_offload = Memory.drops_offload
 
 

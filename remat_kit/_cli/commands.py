@@ -596,8 +596,8 @@ def targets_command(options: argparse.Namespace) -> None:
 
 
 _TOPOLOGIES = (
-    "several devices: tpu-v5e:4x4 and tpu-v5p:4x4x4 (slices), h100:8 (one host), h100:4x8 (four "
-    "hosts of eight), cpu:8"
+    "note: several devices have names like tpu-v5e:4x4 and tpu-v5p:4x4x4 (slices), h100:8 (one "
+    "host), h100:4x8 (four hosts of eight) and cpu:8"
 )
 
 

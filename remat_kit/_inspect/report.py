@@ -171,8 +171,8 @@ def inspect(
     partitioned = any(m.devices > 1 for m in memory.values())
     if partitioned:
         notes.append(
-            "the program is partitioned: bytes and times are those of one device; FLOPs of the loss "
-            "and of what it recomputes are those of all devices together"
+            "the program is partitioned: bytes and times are those of one device; FLOPs of the "
+            "loss and of what it recomputes are those of all devices together"
             + (", and so are the bytes of what a step saves" if step is not None else "")
         )
     if step is not None:

@@ -163,10 +163,15 @@ def test_policies_shows_one_by_name_alias_parameter_or_text(run):
 def test_targets_lists_every_chip(run):
     status, out, err = run("targets")
     assert (status, err) == (0, "")
-    lines = [line for line in out.splitlines()[3:] if ": pip install" not in line]
+    rest = (": pip install", "note: ")
+    lines = [line for line in out.splitlines()[3:] if not any(text in line for text in rest)]
     listed = {line.split()[0]: line for line in lines}
     assert set(listed) == {chip.name for chip in targets()}
     for chip in targets():
         assert ("needs remat-kit[" in listed[chip.name]) is not chip.available
     by_name = {t["name"]: t for t in json.loads(run("targets", "--json", "-")[1])["targets"]}
     assert by_name["tpu-v5e"]["memory_bytes"] == 15.75 * 2**30
+    assert by_name["h100"]["links"] == {"nvlink": 450e9, "pcie": 64e9, "network": 50e9}
+    assert by_name["tpu-v5p"]["host_memory_bytes"] == 448e9 / 4
+    assert "h100:4x8" in out
+    assert "nvlink 450" in run("targets", "--full")[1]
