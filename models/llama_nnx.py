@@ -148,7 +148,9 @@ def _on_mesh(args, mesh, sharding, batch):
 
     def parameter(path, leaf):
         names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
-        end = "/".join([name for name in names if name not in ("value", "raw_value")][-2:])
+        if names[-1] in ("value", "raw_value"):  # the array inside of an NNX variable
+            names.pop()
+        end = "/".join(names[-2:])
         return place(leaf, _spec(SPLITS.get(end, ()), leaf.shape, mesh, used))
 
     def row(leaf):
