@@ -66,7 +66,7 @@ class _Tpu:
     @property
     def axes(self) -> int:
         """The number of axes of its slices."""
-        return 1 + self.topology.count("x")
+        return 1 + self.topology.partition(":")[2].count("x")
 
 
 def _tpu_flops(bfloat16: float, *, narrow: str = "", times: float = 2) -> dict[str, float]:

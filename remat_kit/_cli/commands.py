@@ -364,7 +364,7 @@ def measure_command(options: argparse.Namespace) -> None:
                     progress.compiling(policy, (name,))
                     with job.builder.explained(losses[BASELINE]):
                         memory = measure(fn, *args, target=name, optimizer=optimizer)
-                    found.setdefault(policy, {})[name] = memory
+                    found.setdefault(policy, {})[memory.target] = memory
     lints = {policy: lints_of_a_raised_peak(found, policy) for policy in found}
     policies = [
         {
