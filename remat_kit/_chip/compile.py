@@ -40,7 +40,7 @@ from remat_kit._chip.target import (
 )
 from remat_kit._chip.worker import Worker, WorkerDiedError
 from remat_kit._compiled.hlo import xla_remat_count
-from remat_kit._errors import CompileError, MissingPluginError, TargetError
+from remat_kit._errors import CompileError, MissingPluginError, TargetError, UserError
 from remat_kit._frameworks import flax as _flax
 from remat_kit._program import losses as _losses
 from remat_kit._program import step as _step
@@ -242,6 +242,7 @@ def compile_program(
     }
     added = _of_optimizer(optimizer, args, argnums, call)
     lowered = _lowered(program.traced, chip, call)
+    _check_devices(program, lowered.devices, call)
     chip = for_devices(chip, lowered.devices, call)
     shapes = _shape_bytes(program, lowered)
     if is_local:
@@ -256,6 +257,21 @@ def compile_program(
     mesh = dict(lowered.meshes[0].axes) if lowered.meshes else {}
     memory = dataclasses.replace(compiled.memory, devices=chip.devices, mesh=mesh, **added)
     return dataclasses.replace(compiled, memory=memory, meshes=lowered.meshes)
+
+
+def _check_devices(program: _traced.CompilableProgram, devices: int, call: str) -> None:
+    """Raise if a function names an abstract mesh, and nothing says that it runs on its devices.
+
+    JAX lowers such a program for one device and ignores its constraints (0.10.2, 0.12).
+    """
+    named = _jax.devices_within(program.traced.jaxpr) if devices == 1 else 1
+    if named > 1:
+        raise UserError(
+            f"`{call}`: the function uses an abstract mesh of {named} devices, and no argument has "
+            "a sharding over a mesh, so JAX would lower it for one device",
+            hint="give one argument a sharding, if need be a copy on each device: "
+            "jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))",
+        )
 
 
 def _on_devices_here(args: Sequence[Any], chip: Target, call: str) -> tuple[Any, ...]:

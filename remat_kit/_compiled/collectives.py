@@ -282,7 +282,7 @@ def collectives(
     """
     if chip.devices == 1:
         return ()
-    reader = _Reader(program, origins, chip.devices)
+    reader = _CollectiveFinder(program, origins, chip.devices)
     repeated = _Repeats(reader)
     found = []
     for site in reader.sites:
@@ -340,7 +340,7 @@ def _kind(instruction: Instruction) -> str | None:
     return base if base in KINDS else None
 
 
-class _Reader:
+class _CollectiveFinder:
     """Finds the collectives of a program, and the instructions that read them."""
 
     def __init__(self, program: HloModule, origins: Mapping[str, Origin], devices: int):
@@ -494,7 +494,7 @@ def _is_marked(instruction: Instruction) -> bool:
 class _Repeats:
     """Tells which collectives are there only because of recomputation."""
 
-    def __init__(self, reader: _Reader):
+    def __init__(self, reader: _CollectiveFinder):
         self.reader = reader
         self.numbers = value_numbers(reader.program)
         self.first: dict[Any, _Site] = {}

@@ -212,6 +212,19 @@ def test_the_planner_refuses_split_arguments_and_functions(call):
         assert caught.value.hint
 
 
+def test_an_abstract_mesh_needs_an_argument_on_it():
+    """JAX lowers such a program for one device: the figures would be of another program."""
+
+    def constrained(params, x):
+        return loss(params, jax.lax.with_sharding_constraint(x, split(P("data")).sharding))
+
+    for call in (remat_kit.measure, functools.partial(remat_kit.inspect, target="cpu")):
+        with pytest.raises(remat_kit.UserError, match="an abstract mesh of 8 devices") as caught:
+            call(constrained, PARAMS, ARGS[2])
+        assert caught.value.hint
+    assert remat_kit.measure(constrained, PARAMS, split(P())).devices == 8
+
+
 def test_a_copy_on_each_device_is_an_argument_like_another():
     whole = [split(P()), split(P("data"), mesh_of(1, 4))]
     for x in whole:
