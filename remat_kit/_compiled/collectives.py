@@ -487,6 +487,11 @@ def _enters_region(op_name: str) -> bool:
     return [*parts_of_scope(op_name.partition(";")[0])][-1:] in (["remat2"], ["checkpoint"])
 
 
+def _is_in_region(instruction: Instruction) -> bool:
+    """Tell whether an instruction belongs to the backward pass of a checkpoint region."""
+    return "checkpoint" in parts_of_scope(instruction.op_name.partition(";")[0])
+
+
 def _is_marked(instruction: Instruction) -> bool:
     return MARK in instruction.op_name or _enters_region(instruction.op_name)
 
@@ -514,12 +519,12 @@ class _Repeats:
         return [(*what, self.numbers[name]) for name in operands if name in self.numbers]
 
     def __call__(self, site: _Site) -> bool:
-        if not _is_marked(site.instruction) and not self.read_by(site, RECOMPUTE, only=True):
-            return False
+        marked = _is_marked(site.instruction) or self.read_by(site, RECOMPUTE, only=True)
         moved = self.moved(site)
         if moved and all(self.first[key] is not site for key in moved):
-            return True
-        if (site.kind, site.shapes, site.groups) not in self.forward:
+            # The boundary of a region keeps the compiler from using the first result.
+            return marked or _is_in_region(site.instruction)
+        if not marked or (site.kind, site.shapes, site.groups) not in self.forward:
             return False
         # What a region reads from its saved inputs, the backward pass may need by itself.
         return self.moves_recomputed(site) or not self.read_by(site, BACKWARD)
