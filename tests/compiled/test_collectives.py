@@ -159,7 +159,8 @@ def test_recomputation_gathers_parameters_again(target):
     again = [c for c in found("fsdp", "nothing", target) if c.repeated]
     assert len(again) == 2 * LAYERS
     for c in again:
-        assert (c.kind, c.axes, c.group, c.phase) == ("all-gather", ("data",), 4, "recompute")
+        assert (c.kind, c.axes, c.group) == ("all-gather", ("data",), 4)
+        assert c.phase in ("recompute", "backward")
         assert c.module.startswith("Net/block_")
         assert c.seconds > 0
         assert "test_collectives.py" in c.source

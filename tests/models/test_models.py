@@ -423,3 +423,49 @@ def test_resnet50_takes_the_memory_of_the_reference_table(monkeypatch):
     assert temp_mib() == pytest.approx(8113, rel=0.05)
     monkeypatch.setattr(RESNET, "Bottleneck", nn.remat(RESNET.Bottleneck))
     assert temp_mib() == pytest.approx(2483, rel=0.05)
+
+
+@pytest.mark.parametrize("sharding", ["dp", "fsdp", "tp", "fsdp+tp"])
+@pytest.mark.parametrize("name", ["gpt", "gpt_nnx", "llama_nnx", "bert", "moe"])
+def test_shardings_of_a_mesh(name, sharding):
+    """Parameters are split as asked, and a whole model is not: a device has its part."""
+    model = load(name)
+    _, whole = model.build(size="tiny", batch=4)
+    _, args = model.build(size="tiny", batch=4, mesh="data=2,model=2", sharding=sharding)
+    assert jax.tree.structure(args) == jax.tree.structure(whole)
+    assert {leaf.sharding.mesh.size for leaf in jax.tree.leaves(args)} == {4}
+    parts = {"dp": 1, "fsdp": 2, "tp": 2, "fsdp+tp": 4}[sharding]
+    for kernel in ("query", "value", "out", "up", "down"):
+        leaves = [
+            leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(args[0])
+            if f"'{kernel}'" in (text := jax.tree_util.keystr(path)) and "kernel" in text
+        ]
+        assert leaves
+        for leaf in leaves:
+            shard = leaf.sharding.shard_shape(leaf.shape)
+            assert leaf.size == parts * math.prod(shard), (kernel, leaf)
+    assert args[1].sharding.shard_shape(args[1].shape)[0] == 2  # the batch, over `data`
+
+
+def test_experts_are_split_over_their_axis():
+    _, (params, _) = load("moe").build(
+        size="tiny", batch=4, mesh="data=2,expert=4", sharding="fsdp"
+    )
+    kernel = params["block_0"]["moe"]["up"]["kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape)[0] == kernel.shape[0] // 4
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"mesh": "data=0", "sharding": "dp"}, "mesh="),
+        ({"mesh": "eight", "sharding": "dp"}, "mesh="),
+        ({"mesh": "data=2", "sharding": "tp"}, "the axis 'model'"),
+        ({"mesh": "data=2", "sharding": "zero"}, "sharding="),
+        ({"sharding": "dp"}, "needs a mesh"),
+    ],
+)
+def test_wrong_meshes_and_shardings_are_named(given, said):
+    with pytest.raises(ValueError, match=said):
+        load("gpt").build(size="tiny", **given)
