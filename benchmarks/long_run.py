@@ -14,7 +14,6 @@ Exit status: 0 when all of this holds, 1 when it does not, 2 for a wrong call.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import pathlib

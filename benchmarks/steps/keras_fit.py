@@ -39,7 +39,7 @@ def main(steps: int = 5) -> list[float]:
     images, labels = map(np.asarray, digits.batch())
     model = network()
     history = model.fit(
-        images, labels, batch_size=len(images), epochs=steps, shuffle=False, verbose=0
+        images, labels, batch_size=len(images), epochs=steps, shuffle=False, verbose="0"
     )
     for number, loss in enumerate(history.history["loss"]):
         print(f"step {number}: loss {loss:.6f}")

@@ -40,7 +40,13 @@ from remat_kit._chip.target import (
 )
 from remat_kit._chip.worker import Worker, WorkerDiedError
 from remat_kit._compiled.hlo import xla_remat_count
-from remat_kit._errors import CompileError, MissingPluginError, UserError
+from remat_kit._errors import (
+    CompileError,
+    MissingPluginError,
+    RematKitError,
+    UserError,
+)
+from remat_kit._policy import structural as _structural
 from remat_kit._program import losses as _losses
 from remat_kit._program import step as _step
 from remat_kit._program import traced as _traced
@@ -166,6 +172,16 @@ def measure(
     for compiled in found:
         warn_of_offload_on_cpu(compiled, "measure")
         _warn_of_dropped_offload(compiled)
+        if argnums is None:
+            before = without_policy(
+                compiled,
+                fn,
+                args,
+                donate_argnums=donate_argnums,
+                cache=cache,
+                compiler_options=compiler_options,
+            )
+            warn_if_not_lower(compiled.memory, before, fn, "measure")
     memories = tuple(compiled.memory for compiled in found)
     return memories[0] if isinstance(target, (str, Target)) else memories
 
@@ -198,6 +214,82 @@ def _warn_of_dropped_offload(compiled: Compiled) -> None:
     )
 
 
+_CHEAP_SECONDS = 5.0
+
+
+def without_policy(
+    compiled: Compiled,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    cache: bool = True,
+    compiler_options: Options | None = None,
+) -> Memory | None:
+    """Return the memory of a decorated step without its policy, or None if it is not known.
+
+    It is known if it is in the cache. Otherwise the step is compiled without the policy, if the
+    decorated step took at most a few seconds to compile.
+
+    Args:
+        compiled: the decorated step.
+        fn, args, donate_argnums, cache, compiler_options: as for `measure`.
+    """
+    bare = _losses.undecorated(fn)
+    if bare is fn or compiled.memory.temp_bytes is None:
+        return None
+    try:
+        found = _compiled(
+            bare,
+            args,
+            compiled.chip,
+            None,
+            donate_argnums,
+            default_cache() if cache else None,
+            compiler_options,
+            None,
+            "measure",
+            run=False,
+            only_known=compiled.memory.compile_seconds > _CHEAP_SECONDS,
+        )
+    except RematKitError:
+        return None
+    return None if found is None else found.memory
+
+
+def warn_if_not_lower(
+    memory: Memory, before: Memory | None, fn: Callable[..., Any], call: str
+) -> None:
+    """Emit a `RematKitWarning` if a decorated step needs no less memory than without its policy.
+
+    A plan may save everything, because the step fits; it only must not need more.
+
+    Args:
+        memory, before: the memory with the policy, and without it; None if that is not known.
+        fn: the decorated step.
+        call: the public function that the warning names.
+    """
+    if before is None or memory.temp_bytes is None or before.temp_bytes is None:
+        return
+    more = memory.temp_bytes - before.temp_bytes
+    if more < 0 or (more == 0 and _has_plan(fn)):
+        return
+    _frames.warn(
+        f"`{call}(..., target={memory.target!r})`: the policy on the step saves no memory: the "
+        f"compiled step needs {format_bytes(memory.temp_bytes)} of temporaries, and "
+        f"{format_bytes(before.temp_bytes)} without it",
+        "remat_kit.inspect(step, ..., target=...) shows what holds the peak, and remat_kit.plan "
+        "finds which values to save",
+    )
+
+
+def _has_plan(fn: Callable[..., Any]) -> bool:
+    """Tell whether a function is decorated with a plan, or with a policy that plans."""
+    decorated = getattr(fn, _traced.STEP, None)
+    planned = (_structural.Planned, _structural.Automatic)
+    return decorated is not None and isinstance(decorated.app.policy, planned)
+
+
 def compile_program(
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -224,6 +316,36 @@ def compile_program(
     Raises:
         RematKitError: as for `measure`.
     """
+    found = _compiled(
+        fn,
+        args,
+        target,
+        argnums,
+        donate_argnums,
+        default_cache() if cache else None,
+        compiler_options,
+        optimizer,
+        call,
+        run,
+    )
+    assert found is not None
+    return found
+
+
+def _compiled(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    target: str | Target,
+    argnums: Argnums,
+    donate_argnums: int | Sequence[int],
+    cache: Cache | None,
+    compiler_options: Options | None,
+    optimizer: Any,
+    call: str,
+    run: bool,
+    only_known: bool = False,
+) -> Compiled | None:
+    """Compile a program; with ``only_known``, return None if the answer is not in the cache."""
     chip = _target_of(target)
     _require(chip, call)
     program = _traced.trace(fn, args, argnums, donate_argnums, optimizer=optimizer, call=call)
@@ -236,11 +358,15 @@ def compile_program(
     lowered = _lowered(program.traced, chip, call)
     shapes = _shape_bytes(program.arguments), _shape_bytes(program.results)
     if chip.name.partition("@")[0] == "local":
+        if only_known:
+            return None
         compiled = _compiled_here(program, shapes, chip, options, call, run)
         return dataclasses.replace(compiled, memory=dataclasses.replace(compiled.memory, **added))
     request = _request(lowered, chip, options)
     key = _key(request, lowered.identity)
-    answer, cached = _answer(request, key, chip, default_cache() if cache else None, call)
+    if only_known and (cache is None or _checked_answer(cache.get(key)) is None):
+        return None
+    answer, cached = _answer(request, key, chip, cache, call)
     memory = dataclasses.replace(_memory(answer, chip, cached, shapes), **added)
     return Compiled(memory, answer.get("hlo"), chip, _value.offloaded_bytes(program.traced.jaxpr))
 

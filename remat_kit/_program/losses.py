@@ -374,9 +374,7 @@ def step_of(
     # Of the positions of a loss's parameters, only the default may also be meant for a step.
     if argnums != 0 or (decorated is not None and decorated.known is False):
         return None
-    bare = fn
-    while (inner := getattr(bare, _traced.STEP, None)) is not None:
-        bare = inner.fn
+    bare = undecorated(fn)
     try:
         step = observe(bare, args, donate_argnums, call=call)
     except Exception:
@@ -386,6 +384,13 @@ def step_of(
     if not step.losses or not (certain or _is_step(args, step)):
         return None
     return step if bare is fn else observe(fn, args, donate_argnums, call=call)
+
+
+def undecorated(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function without the policies that it is decorated with."""
+    while (inner := getattr(fn, _traced.STEP, None)) is not None:
+        fn = inner.fn
+    return fn
 
 
 def argnums_of(
