@@ -217,6 +217,9 @@ def _warn_of_dropped_offload(compiled: Compiled) -> None:
 _CHEAP_SECONDS = 5.0
 
 
+_FEW_BYTES = 2**16  # of temporaries, below which nobody saves memory
+
+
 def without_policy(
     compiled: Compiled,
     fn: Callable[..., Any],
@@ -270,6 +273,8 @@ def warn_if_not_lower(
         call: the public function that the warning names.
     """
     if before is None or memory.temp_bytes is None or before.temp_bytes is None:
+        return
+    if memory.temp_bytes < _FEW_BYTES:
         return
     more = memory.temp_bytes - before.temp_bytes
     if more < 0 or (more == 0 and _has_plan(fn)):
