@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import importlib.util
@@ -11,10 +12,11 @@ import os
 import pathlib
 import platform
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
@@ -60,6 +62,22 @@ def progress() -> Progress:
         console=Console(stderr=True),
         transient=True,
     )
+
+
+@contextlib.contextmanager
+def counted_compiles() -> Iterator[list[int]]:
+    """Count the programs that JAX's backend compiles meanwhile."""
+    count = [0]
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        del duration_secs
+        count[0] += event.endswith("backend_compile_duration")
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield count
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def output(text: str) -> pathlib.Path:

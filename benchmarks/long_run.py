@@ -14,7 +14,6 @@ Exit status: 0 when all of this holds, 1 when it does not, 2 for a wrong call.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import pathlib
@@ -116,7 +115,7 @@ def trained(step: Step, args: Sequence[Any], count: int, steps: int) -> Row:
     for number in range(steps):
         start = numbers.integers(0, vocabulary, (sequences, 1))
         tokens = jnp.asarray((start + np.arange(length)) % vocabulary, jnp.int32)
-        with counted_compiles() as found:
+        with _common.counted_compiles() as found:
             params, state, value = step(
                 params, state, tokens, *(jax.random.fold_in(k, number) for k in key)
             )
@@ -135,22 +134,6 @@ def trained(step: Step, args: Sequence[Any], count: int, steps: int) -> Row:
         "resident_growth_bytes": after_resident - resident,
         "all_losses": np.array(losses),
     }
-
-
-@contextlib.contextmanager
-def counted_compiles() -> Iterator[list[int]]:
-    """Count the programs that JAX's backend compiles meanwhile."""
-    count = [0]
-
-    def listen(event: str, duration_secs: float, **_: Any) -> None:
-        del duration_secs
-        count[0] += event.endswith("backend_compile_duration")
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield count
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def memory() -> tuple[int, int]:

@@ -7,6 +7,10 @@ is a single region: `jax.checkpoint` against `remat_kit.policy` on the function 
 other has a region for each of its hundred blocks, which are thirty different programs:
 `jax.checkpoint` around each block against ``remat_kit.policy(..., at=...)`` (``at``).
 
+The last case is a whole training step with AdamW and donation: the step as it is (``plain step``)
+against ``remat_kit.policy(plan)(step)`` (``planned step``), with the plan of least memory
+on the CPU. Policies have no part in it.
+
 What is timed is ``jax.jit(value_and_grad(loss)).trace``, with JAX's caches emptied before every
 run, as they are in a new process. A run of the baseline and one of each form make a round; a ratio
 is formed within a round, so that a machine that slows down slows both of its sides; seconds are of
@@ -24,6 +28,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import dataclasses
+import functools
 import gc
 import io
 import json
@@ -41,6 +46,7 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -51,9 +57,14 @@ JAX_POLICIES: dict[str, Any] = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,
 }
-FORMS = ("nn.remat", "class", "at", "jax.checkpoint", "function")
+FORMS = ("nn.remat", "class", "at", "jax.checkpoint", "function", "plain step", "planned step")
 # The largest median ratio of each form that passes.
-LIMITS = {"class": 1.5, "at": 1.7, "function": 1.3}
+LIMITS = {"class": 1.5, "at": 1.7, "function": 1.3, "planned step": 1.1}
+
+
+def _policies(given: list[str] | None) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(given or JAX_POLICIES))
+
 
 Loss = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -67,6 +78,7 @@ class Case:
     block: str
     size: dict[str, Any]
     forms = ("nn.remat", "class", "at")
+    policies = staticmethod(_policies)
 
     def loss(self, form: str, policy: str) -> Loss:
         """Build the loss anew, so that nothing traced before is known of it."""
@@ -93,6 +105,7 @@ class Chain:
     name: str
     whole: bool
     size: dict[str, Any]
+    policies = staticmethod(_policies)
 
     @property
     def forms(self) -> tuple[str, str]:
@@ -123,6 +136,48 @@ class Chain:
         return (around(loss) if self.whole else loss), args
 
 
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A jitted training step of a model with AdamW, as it is and with a plan."""
+
+    name: str
+    module: str
+    size: dict[str, Any]
+    forms = ("plain step", "planned step")
+
+    def policies(self, given: list[str] | None) -> tuple[str, ...]:
+        """Return what stands in the column of policies."""
+        del given
+        return ("plan",)
+
+    def loss(self, form: str, policy: str) -> Loss:
+        """Build the step anew, so that nothing traced before is known of it."""
+        del policy
+        step, args = self.step()
+        if form == "planned step":
+            step = remat_kit.policy(self.plan)(step)
+        return jax.jit(step), args  # for both, because the decorated step has no method `trace`
+
+    def step(self) -> Loss:
+        """Return the step as it is, and the shapes of its arguments."""
+        loss, (params, *rest) = _common.load(self.module).build(policy=None, **self.size)
+        optimizer = optax.adamw(1e-3)
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def train_step(params: Any, state: Any, *batch: Any) -> Any:
+            value, gradient = jax.value_and_grad(loss)(params, *batch)
+            updates, state = optimizer.update(gradient, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        return train_step, (params, jax.eval_shape(optimizer.init, params), *rest)
+
+    @functools.cached_property
+    def plan(self) -> Any:
+        """The plan, which is made once."""
+        step, args = self.step()
+        return remat_kit.plan(step, *args, budget="min", compiles=1).policy
+
+
 def _block(number: int, equations: int) -> Callable[..., Any]:
     """Return a function of a number of equations, in an order that depends on the block."""
     steps = (jnp.tanh, jnp.sin, lambda x: x * 0.5, jnp.exp, lambda x: x + 1.0, jax.lax.logistic)
@@ -140,6 +195,7 @@ CASES = {
     "resnet": Case("ResNet-152", "resnet", "Bottleneck", {"depth": 152, "batch": 16}),
     "function": Chain("10,000 equations", True, {"blocks": 100, "equations": 100}),
     "blocks": Chain("100 blocks of 100", False, {"blocks": 100, "equations": 100}),
+    "step": Planned("GPT step, 12 layers", "gpt", {"size": "small", "batch": 1}),
 }
 SMOKE = {
     "gpt": Case("GPT, 2 layers", "gpt", "Block", {"size": "tiny", "batch": 1}),
@@ -148,6 +204,7 @@ SMOKE = {
     ),
     "function": Chain("40 equations", True, {"blocks": 4, "equations": 10}),
     "blocks": Chain("4 blocks of 10", False, {"blocks": 4, "equations": 10}),
+    "step": Planned("GPT step, 2 layers", "gpt", {"size": "tiny", "batch": 1}),
 }
 
 
@@ -155,7 +212,7 @@ SMOKE = {
 class Times:
     """Seconds of each round, by form."""
 
-    case: Case | Chain
+    case: Case | Chain | Planned
     policy: str
     trace_seconds: dict[str, list[float]]
     lower_seconds: dict[str, list[float]]
@@ -171,12 +228,17 @@ class Times:
         return statistics.median(self.ratios(form))
 
 
+def _traceable(fn: Any) -> Any:
+    """Return what is traced: a jitted step as it is, or the gradient of a loss."""
+    return fn if hasattr(fn, "trace") else jax.jit(jax.value_and_grad(fn))
+
+
 def timed(loss: Loss) -> tuple[float, float]:
     """Return the CPU seconds that tracing and lowering of the gradient program take."""
     fn, args = loss
     jax.clear_caches()
     gc.collect()
-    step = jax.jit(jax.value_and_grad(fn))
+    step = _traceable(fn)
     begun = time.process_time()
     traced = step.trace(*args)
     middle = time.process_time()
@@ -184,7 +246,9 @@ def timed(loss: Loss) -> tuple[float, float]:
     return middle - begun, time.process_time() - middle
 
 
-def rounds(case: Case | Chain, policy: str, count: int, tick: Callable[[], object]) -> Times:
+def rounds(
+    case: Case | Chain | Planned, policy: str, count: int, tick: Callable[[], object]
+) -> Times:
     """Time every form ``count`` times, the order turning, after one round that is not kept."""
     trace: dict[str, list[float]] = {form: [] for form in case.forms}
     lower: dict[str, list[float]] = {form: [] for form in case.forms}
@@ -254,11 +318,11 @@ def as_json(results: list[Times], options: argparse.Namespace) -> str:
     return json.dumps(report, indent=1) + "\n"
 
 
-def profile(case: Case | Chain, policy: str, form: str, lines: int = 40) -> str:
+def profile(case: Case | Chain | Planned, policy: str, form: str, lines: int = 40) -> str:
     """Return where one tracing of ``form`` spends its time, by cumulative seconds."""
     fn, args = case.loss(form, policy)
     jax.clear_caches()
-    step = jax.jit(jax.value_and_grad(fn))
+    step = _traceable(fn)
     profiler = cProfile.Profile()
     profiler.runcall(step.trace, *args)
     text = io.StringIO()
@@ -307,7 +371,7 @@ def run_all(options: argparse.Namespace) -> list[Times]:
     chosen = [
         (cases[model], policy)
         for model in dict.fromkeys(options.model or CASES)
-        for policy in dict.fromkeys(options.policy or JAX_POLICIES)
+        for policy in cases[model].policies(options.policy)
     ]
     results = []
     with _common.progress() as bar:
@@ -327,7 +391,7 @@ def main(argv: list[str] | None = None) -> int:
         for model in dict.fromkeys(options.model or CASES):
             if options.profile not in cases[model].forms:
                 continue
-            for policy in dict.fromkeys(options.policy or JAX_POLICIES):
+            for policy in cases[model].policies(options.policy):
                 print(f"{cases[model].name}, {policy}, {options.profile}")
                 print(profile(cases[model], policy, options.profile))
         return 0

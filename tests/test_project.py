@@ -276,6 +276,7 @@ def test_import_time_can_fail(bench, capsys, tmp_path):
         pytest.param("gpt", ["nn.remat", "class", "at"], marks=pytest.mark.slow),
         ("function", ["jax.checkpoint", "function"]),
         ("blocks", ["jax.checkpoint", "at"]),
+        pytest.param("step", ["plain step", "planned step"], marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("bench", ["trace_overhead"], indirect=True)
@@ -286,7 +287,8 @@ def test_trace_overhead(bench, model, forms, capsys, tmp_path):
     runs = json.loads(path.read_text())["runs"]
     assert [run["form"] for run in runs] == forms
     assert runs[0]["ratios"] == [1.0]
-    assert all(run["policy"] == "dots" and run["trace_seconds"][0] > 0 for run in runs)
+    policy = "plan" if model == "step" else "dots"
+    assert all(run["policy"] == policy and run["trace_seconds"][0] > 0 for run in runs)
 
 
 @pytest.mark.parametrize("bench", ["trace_overhead"], indirect=True)

@@ -27,7 +27,7 @@ def train_step(weights: Any, state: Any, images: jax.Array, labels: jax.Array) -
 
 def build() -> tuple[Any, tuple[Any, ...]]:
     weights = plain.init()
-    return train_step, (weights, plain.OPTIMIZER.init(weights), *digits.batch())
+    return train_step, (weights, plain.OPTIMIZER.init(weights), *digits.batch(PARTS))
 
 
 def after(args: tuple[Any, ...], result: Any) -> tuple[tuple[Any, ...], Any]:

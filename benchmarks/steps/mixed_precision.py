@@ -33,7 +33,7 @@ def train_step(
 def build() -> tuple[Any, tuple[Any, ...]]:
     weights = plain.init()
     scale = jnp.float32(2.0**10)
-    return train_step, (weights, plain.OPTIMIZER.init(weights), scale, *digits.batch())
+    return train_step, (weights, plain.OPTIMIZER.init(weights), scale, *digits.batch(2))
 
 
 def after(args: tuple[Any, ...], result: Any) -> tuple[tuple[Any, ...], Any]:

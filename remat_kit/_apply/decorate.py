@@ -646,9 +646,36 @@ class Application:
     def _check(self, program: Program) -> None:
         if self.at is not None:
             BlockCutter(self, loop=False).check_at(program)
-        if _checkable(self.policy):
-            values = _value.values(program, full=False)
+        if not _checkable(self.policy):
+            return
+        values = list(_value.values(program, full=False))
+        try:
             _check.check(self.policy, values, call=self.call)
+        except UnknownNameError:
+            # Derivative rules give names too: those of kernels name what their backward rules read.
+            derived = _void.differentiated(program)
+            if derived is None:
+                raise
+            values += _value.values(derived, full=False)
+            try:
+                _check.check(self.policy, values, call=self.call)
+            except UnknownNameError as error:
+                raise self._out_of_reach(program, derived) or error from None
+
+    def _out_of_reach(self, *programs: Program) -> UnknownNameError | None:
+        """Return the error for names in kernels and in custom rules that a policy cannot reach."""
+        inside = {name for program in programs for name in _void.names_in_rules(program)}
+        named = [x for x in self.policy.leaves() if isinstance(x, _selectors.Named)]
+        for leaf in named:
+            for pattern in leaf.patterns if leaf.strict else ():
+                if _selectors.any_match(inside, (pattern,)):
+                    return UnknownNameError(
+                        f"`{self.call}`: the name {pattern!r} is inside of a custom derivative "
+                        "rule or a kernel, where no value can be saved on its own",
+                        hint="name what the forward rule of the custom_vjp function returns for "
+                        "its backward rule, or select the result of the whole kernel",
+                    )
+        return None
 
 
 def _arrays(arguments: Sequence[Any]) -> list[list[Any]]:

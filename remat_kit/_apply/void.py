@@ -172,7 +172,7 @@ def unmatched(
                     return
 
     look_at(program)
-    derived = _differentiated(program) if left and seen else None
+    derived = differentiated(program) if left and seen else None
     if derived is None:
         return []
     look_at(derived)
@@ -194,7 +194,7 @@ def _should_match(rule: Any) -> bool:
     return rule.selector != _selectors.nothing
 
 
-def _differentiated(program: Program) -> Program | None:
+def differentiated(program: Program) -> Program | None:
     """Return the program with the values that its derivative rules compute in the forward pass.
 
     None if the program has no derivative.
@@ -216,6 +216,23 @@ def _differentiated(program: Program) -> Program | None:
         return Program.of(jax.make_jaxpr(forward)(*avals), program.base)
     except Exception:  # nobody differentiates the program, or the user will see the error of JAX
         return None
+
+
+def names_in_rules(program: Program) -> Iterator[str]:
+    """Yield the checkpoint names inside of custom derivative rules and of kernels."""
+
+    def look(eqns: Sequence[Any], within: bool) -> Iterator[str]:
+        for eqn in eqns:
+            name = _program.checkpoint_name_of(eqn)
+            if within and name is not None:
+                yield name
+            found = [(b.jaxpr, within or b.kind == "rule") for b in _program.bodies(eqn)]
+            if eqn.primitive.name == "pallas_call":
+                found.append((eqn.params["jaxpr"], True))
+            for jaxpr, inside in found:
+                yield from look(jaxpr.eqns, inside)
+
+    yield from look(program.eqns, False)
 
 
 def explain(rule: Any, values: Sequence[Value]) -> str:

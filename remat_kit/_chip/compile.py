@@ -40,8 +40,15 @@ from remat_kit._chip.target import (
 )
 from remat_kit._chip.worker import Worker, WorkerDiedError
 from remat_kit._compiled.hlo import xla_remat_count
-from remat_kit._errors import CompileError, MissingPluginError, TargetError, UserError
+from remat_kit._errors import (
+    CompileError,
+    MissingPluginError,
+    RematKitError,
+    TargetError,
+    UserError,
+)
 from remat_kit._frameworks import flax as _flax
+from remat_kit._policy import structural as _structural
 from remat_kit._program import losses as _losses
 from remat_kit._program import step as _step
 from remat_kit._program import traced as _traced
@@ -171,6 +178,16 @@ def measure(
     for compiled in found:
         warn_of_offload_on_cpu(compiled, "measure")
         _warn_of_dropped_offload(compiled)
+        if argnums is None:
+            before = without_policy(
+                compiled,
+                fn,
+                args,
+                donate_argnums=donate_argnums,
+                cache=cache,
+                compiler_options=compiler_options,
+            )
+            warn_if_not_lower(compiled.memory, before, fn, "measure")
     memories = tuple(compiled.memory for compiled in found)
     return memories[0] if isinstance(target, (str, Target)) else memories
 
@@ -203,6 +220,80 @@ def _warn_of_dropped_offload(compiled: Compiled) -> None:
     )
 
 
+_CHEAP_SECONDS = 5.0
+
+
+_FEW_BYTES = 2**16  # of temporaries, below which nobody saves memory
+
+
+def without_policy(
+    compiled: Compiled,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    cache: bool = True,
+    compiler_options: Options | None = None,
+) -> Memory | None:
+    """Return the memory of a decorated step without its policy, or None if it is not known.
+
+    It is known if it is in the cache. Otherwise the step is compiled without the policy, if the
+    decorated step took at most a few seconds to compile.
+
+    Args:
+        compiled: the decorated step.
+        fn, args, donate_argnums, cache, compiler_options: as for `measure`.
+    """
+    bare = _losses.undecorated(fn)
+    if bare is fn or compiled.memory.temp_bytes is None:
+        return None
+    store = default_cache() if cache else None
+    try:
+        asked = _asked(
+            bare, args, compiled.chip, None, donate_argnums, compiler_options, None, "measure"
+        )
+        if compiled.memory.compile_seconds > _CHEAP_SECONDS and not asked.is_known(store):
+            return None
+        return asked.compiled(store, run=False).memory
+    except RematKitError:
+        return None
+
+
+def warn_if_not_lower(
+    memory: Memory, before: Memory | None, fn: Callable[..., Any], call: str
+) -> None:
+    """Emit a `RematKitWarning` if a decorated step needs no less memory than without its policy.
+
+    A plan may save everything, because the step fits; it only must not need more.
+
+    Args:
+        memory, before: the memory with the policy, and without it; None if that is not known.
+        fn: the decorated step.
+        call: the public function that the warning names.
+    """
+    if before is None or memory.temp_bytes is None or before.temp_bytes is None:
+        return
+    if memory.temp_bytes < _FEW_BYTES:
+        return
+    more = memory.temp_bytes - before.temp_bytes
+    if more < 0 or (more == 0 and _has_plan(fn)):
+        return
+    _frames.warn(
+        f"`{call}(..., target={memory.target!r})`: the policy on the step saves no memory: the "
+        f"compiled step needs {format_bytes(memory.temp_bytes)} of temporaries, and "
+        f"{format_bytes(before.temp_bytes)} without it",
+        "remat_kit.inspect(step, ..., target=...) shows what holds the peak, and remat_kit.plan "
+        "finds which values to save",
+    )
+
+
+def _has_plan(fn: Callable[..., Any]) -> bool:
+    """Tell whether a function is decorated with a plan, or with a policy that plans."""
+    decorated = getattr(fn, _traced.STEP, None)
+    planned = (_structural.Planned, _structural.Automatic)
+    return decorated is not None and isinstance(decorated.app.policy, planned)
+
+
 def compile_program(
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -229,6 +320,65 @@ def compile_program(
     Raises:
         RematKitError: as for `measure`.
     """
+    asked = _asked(fn, args, target, argnums, donate_argnums, compiler_options, optimizer, call)
+    return asked.compiled(default_cache() if cache else None, run)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A program that is lowered for a chip, and with it what the compiler is asked.
+
+    Attributes:
+        call: the public function that error messages name.
+        program, lowered: the program as it was traced, and as the compiler gets it.
+        chip: the chip, with as many devices as the program has.
+        options: for the compiler.
+        added: the fields of a `Memory` about the optimizer's state.
+        request: what the worker gets; None for the target ``local``, which compiles here.
+    """
+
+    call: str
+    program: _traced.CompilableProgram
+    lowered: _lowering.Lowered
+    chip: Target
+    options: Options
+    added: Mapping[str, int | None]
+    request: dict[str, Any] | None
+
+    def is_known(self, cache: Cache | None) -> bool:
+        """Tell whether the answer is in the cache."""
+        if cache is None or self.request is None:
+            return False
+        return _checked_answer(cache.get(_key(self.request, self.lowered.identity))) is not None
+
+    def compiled(self, cache: Cache | None, run: bool) -> Compiled:
+        """Return the compiled program, from the cache if it is there."""
+        lowered, chip = self.lowered, self.chip
+        shapes = _shape_bytes(self.program, lowered)
+        if self.request is None:
+            found = _compiled_here(self.program, shapes, chip, self.options, self.call, run)
+        else:
+            key = _key(self.request, lowered.identity)
+            answer, cached = _answer(self.request, key, chip, cache, self.call)
+            memory = _memory(answer, chip, cached, shapes)
+            moved = _value.offloaded_bytes(self.program.traced.jaxpr)
+            found = Compiled(memory, answer.get("hlo"), chip, moved)
+        mesh = dict(lowered.meshes[0].axes) if lowered.meshes else {}
+        memory = dataclasses.replace(found.memory, devices=chip.devices, mesh=mesh, **self.added)
+        return dataclasses.replace(found, memory=memory, meshes=lowered.meshes)
+
+
+def _asked(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    target: str | Target,
+    argnums: Argnums,
+    donate_argnums: int | Sequence[int],
+    compiler_options: Options | None,
+    optimizer: Any,
+    call: str,
+) -> _Asked:
+    """Trace and lower a program."""
     chip = _target_of(target)
     _require(chip, call)
     is_local = kind_of(chip.name) == "local"
@@ -244,19 +394,8 @@ def compile_program(
     lowered = _lowered(program.traced, chip, call)
     _check_devices(program, lowered.devices, call)
     chip = for_devices(chip, lowered.devices, call)
-    shapes = _shape_bytes(program, lowered)
-    if is_local:
-        compiled = _compiled_here(program, shapes, chip, options, call, run)
-    else:
-        request = _request(lowered, chip, options)
-        key = _key(request, lowered.identity)
-        answer, cached = _answer(request, key, chip, default_cache() if cache else None, call)
-        memory = _memory(answer, chip, cached, shapes)
-        moved = _value.offloaded_bytes(program.traced.jaxpr)
-        compiled = Compiled(memory, answer.get("hlo"), chip, moved)
-    mesh = dict(lowered.meshes[0].axes) if lowered.meshes else {}
-    memory = dataclasses.replace(compiled.memory, devices=chip.devices, mesh=mesh, **added)
-    return dataclasses.replace(compiled, memory=memory, meshes=lowered.meshes)
+    request = None if is_local else _request(lowered, chip, options)
+    return _Asked(call, program, lowered, chip, options, added, request)
 
 
 def _check_devices(program: _traced.CompilableProgram, devices: int, call: str) -> None:

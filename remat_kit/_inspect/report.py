@@ -116,6 +116,7 @@ def inspect(
     recomputed = [tuple(_recomputed.recomputed_of(gradient)) for gradient in gradients]
     forward_flops = [_recomputed.forward_flops(gradient) for gradient in gradients]
     memory: dict[str, Memory] = {}
+    before: dict[str, Memory | None] = {}
     readings: dict[str, Reading] = {}
     chips = target_names(target)
     if chips:
@@ -133,6 +134,9 @@ def inspect(
         _compile.warn_of_offload_on_cpu(compiled, "inspect")
         name = compiled.memory.target
         memory[name] = compiled.memory
+        if step is not None:
+            before[name] = _compile.without_policy(compiled, loss, args)
+            _compile.warn_if_not_lower(compiled.memory, before[name], loss, "inspect")
         reading = read(compiled, traced)
         if reading is not None:
             readings[name] = reading
@@ -142,6 +146,7 @@ def inspect(
         name: CompiledFacts(
             memory[name],
             hlo.get(name),
+            before.get(name),
             collectives=readings[name].collectives if name in readings else (),
         )
         for name in memory

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ import jax.numpy as jnp
 
 from remat_kit import _frames, _jax
 from remat_kit._errors import UserError
+from remat_kit._files import is_own_file
 from remat_kit._frameworks import arguments as _arguments
 from remat_kit._frameworks import flax as _flax
 from remat_kit._program import paths as _paths
@@ -145,9 +147,18 @@ def _inner(found: _jax.Differentiated) -> Any:
 
 
 def _asking(found: _jax.Differentiated) -> Iterator[tuple[Any, int]]:
-    """Yield the code and line of the user's frames, or of a library's where there are none."""
+    """Yield the code and line of the user's frames, or of a library's where there are none.
+
+    Who calls this package is not part of the step, which a library may have made (Keras does).
+    """
+
+    def is_own(frame: tuple[Any, int]) -> bool:
+        return is_own_file(frame[0].co_filename)
+
+    frames = itertools.dropwhile(is_own, found.frames)
+    inside = list(itertools.takewhile(lambda frame: not is_own(frame), frames))
     for is_library in (_frames.is_installed_file, _frames.is_library_file):
-        yield from ((c, line) for c, line in found.frames if not is_library(c.co_filename))
+        yield from ((c, line) for c, line in inside if not is_library(c.co_filename))
 
 
 class LossOfArrays:
@@ -374,9 +385,7 @@ def step_of(
     # Of the positions of a loss's parameters, only the default may also be meant for a step.
     if argnums != 0 or (decorated is not None and decorated.known is False):
         return None
-    bare = fn
-    while (inner := getattr(bare, _traced.STEP, None)) is not None:
-        bare = inner.fn
+    bare = undecorated(fn)
     try:
         step = observe(bare, args, donate_argnums, call=call)
     except Exception:
@@ -386,6 +395,13 @@ def step_of(
     if not step.losses or not (certain or _is_step(args, step)):
         return None
     return step if bare is fn else observe(fn, args, donate_argnums, call=call)
+
+
+def undecorated(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function without the policies that it is decorated with."""
+    while (inner := getattr(fn, _traced.STEP, None)) is not None:
+        fn = inner.fn
+    return fn
 
 
 def argnums_of(

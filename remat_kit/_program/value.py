@@ -10,7 +10,7 @@ import jax.extend.core as jec
 
 from remat_kit import _jax
 from remat_kit._frames import source_of
-from remat_kit._program.ops import flops, moved_bytes, nbytes
+from remat_kit._program.ops import flops, is_kernel, moved_bytes, nbytes
 from remat_kit._program.paths import Path, module_path
 from remat_kit._program.program import (
     Program,
@@ -43,7 +43,7 @@ def value_of(
     var = eqn.outvars[position]
     chain = producers(eqn, position)
     return Value(
-        primitives=tuple(dict.fromkeys(primitive_name(e) for e in chain)),
+        primitives=tuple(dict.fromkeys((*map(primitive_name, chain), *_kernels(eqn, position)))),
         names=tuple(names),
         module="/".join(path),
         source=source_of(eqn) if full else ("", 0),
@@ -56,6 +56,37 @@ def value_of(
         in_avals=tuple(v.aval for v in chain[-1].invars),
         params=chain[-1].params,
     )
+
+
+def _kernels(eqn: Any, position: int) -> list[str]:
+    """Return the names of the kernels that run again if an output of a custom rule is recomputed.
+
+    A policy saves nothing inside of a custom rule, so all of its outputs that a kernel takes part
+    in have to be saved, or the kernel runs again: the output of an attention kernel, and the
+    normalizers that are cut out of another result of it.
+    """
+    found: list[str] = []
+    for body in bodies(eqn):
+        if body.kind == "rule" and position < len(body.jaxpr.outvars):
+            _needed_kernels(body.jaxpr, [body.jaxpr.outvars[position]], found)
+    return found
+
+
+def _needed_kernels(jaxpr: Any, outs: Sequence[Any], found: list[str]) -> None:
+    """Add the names of the kernels in a body that some of its outputs need."""
+    needed = {v for v in outs if not isinstance(v, jec.Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        wanted = [v in needed for v in eqn.outvars]
+        if not any(wanted):
+            continue
+        if is_kernel(eqn):
+            found.append(primitive_name(eqn))
+        for body in bodies(eqn):
+            chosen = list(body.jaxpr.outvars)
+            if body.kind in ("call", "rule") and len(chosen) == len(wanted):
+                chosen = [v for v, w in zip(chosen, wanted, strict=True) if w]
+            _needed_kernels(body.jaxpr, chosen, found)
+        needed |= {v for v in eqn.invars if not isinstance(v, jec.Literal)}
 
 
 def effect_of(eqn: Any, path: Path, *, full: bool = True) -> Value:
@@ -126,7 +157,7 @@ class Value:
     Attributes:
       primitives: the name of the primitive that computes the value. For a call (``jit``,
         ``custom_jvp_call``) also the names of the primitives inside the call that compute this
-        output, outermost first.
+        output, outermost first; for a custom rule, the kernels follow that this output needs.
       names: the checkpoint names of the value.
       module: the path of the module that computes the value, such as ``"GPT/block_0/attn/out"``,
         or ``""`` outside of all modules.

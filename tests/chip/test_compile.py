@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -16,7 +17,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from shapes import struct
 
-from remat_kit import _jax
+import remat_kit
+from remat_kit import _jax, policy
 from remat_kit._chip import catalogue as _catalogue
 from remat_kit._chip import compile as _compile
 from remat_kit._chip.compile import compile_program, measure
@@ -411,3 +413,56 @@ def test_every_target_compiles(name):
 
 if __name__ == "__main__":
     compile_here(sys.argv[1])
+
+
+# -- a policy on a step that saves no memory ------------------------------------------------------
+
+
+def long_step(w, x):
+    def chain(w):
+        y = x
+        for i in range(6):
+            with jax.named_scope(f"block_{i}"):
+                y = jnp.sin(jnp.tanh(y @ w))
+        return jnp.sum(y)
+
+    return w - 0.1 * jax.grad(chain)(w)
+
+
+def warnings_of(fn, **options):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        memory = measure(fn, struct(64, 64), struct(4096, 64), target="cpu", **options)
+    return memory, [str(w.message) for w in found if "saves no memory" in str(w.message)]
+
+
+def test_a_policy_on_a_step_that_saves_no_memory_is_a_warning():
+    _, none = warnings_of(long_step)
+    assert not none
+    before, said = warnings_of(policy("everything")(long_step))
+    assert len(said) == 1
+    assert said[0].startswith(
+        "`measure(..., target='cpu')`: the policy on the step saves no memory"
+    )
+    after, none = warnings_of(policy("nothing", at="block_*")(long_step))
+    assert after.temp_bytes < before.temp_bytes
+    assert not none
+
+
+def test_a_slow_step_is_not_compiled_a_second_time(monkeypatch):
+    monkeypatch.setattr(_compile, "_CHEAP_SECONDS", 0.0)
+    kept = policy("everything")(long_step)
+    _, none = warnings_of(kept)
+    assert not none
+    measure(long_step, struct(64, 64), struct(4096, 64))
+    _, said = warnings_of(kept)
+    assert len(said) == 1  # the answer is in the cache by now
+    _, none = warnings_of(kept, cache=False)
+    assert not none
+
+
+def test_a_plan_for_a_step_that_fits_may_save_no_memory():
+    args = struct(64, 64), struct(4096, 64)
+    fits = remat_kit.plan(long_step, *args, budget="fit")
+    _, none = warnings_of(policy(fits)(long_step))
+    assert not none

@@ -148,7 +148,7 @@ def kernels(scene: Scene) -> Iterator[Lint]:
         return
     why = (
         "for a policy a kernel is one opaque operation, which `dots` does not select, so its "
-        "products run twice; name its outputs with remat_kit.name or save it by its primitive"
+        "products run twice; save what it computes by its primitive"
     )
     for primitive in sorted({r.primitive for r in scene.recomputed} & _KERNELS):
 

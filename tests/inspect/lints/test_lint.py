@@ -3,6 +3,8 @@
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 from lint_programs import (
     SIZES,
@@ -14,7 +16,7 @@ from lint_programs import (
 )
 from zoo import load
 
-from remat_kit import Comparison, Lint, inspect
+from remat_kit import Comparison, Lint, RematKitWarning, inspect
 from remat_kit._inspect.lints.lint import raised_peak
 from remat_kit._units import format_bytes
 
@@ -81,3 +83,15 @@ def test_reports_show_lints():
     sound = inspect(tower, *TOWER, policy="nothing", at="layer_*")
     for shown in (sound, Comparison((sound,))):
         assert "lints" not in [table.title for table in shown.tables()[1:]]
+
+
+def test_inspect_knows_what_a_step_needs_without_the_policy():
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.sum(jnp.sin(jnp.tanh(x @ w))))(w)
+
+    args = jnp.ones((64, 64)), jnp.ones((4096, 64))
+    with pytest.warns(RematKitWarning, match="the policy on the step saves no memory"):
+        report = inspect(step, *args, policy="everything", target="cpu")
+    plain = inspect(step, *args, target="cpu").memory["cpu"].temp_bytes
+    more = report.memory["cpu"].temp_bytes - plain
+    assert ("region-raises-peak" in codes(report)) == (more > 0.01 * plain)

@@ -169,3 +169,36 @@ def test_a_kernel_that_was_to_be_recomputed():
     report = inspect(with_kernel, f32(16, 16), f32(8, 16), policy="nothing")
     assert "pallas_call" in {r.primitive for r in report.recomputed}
     assert "opaque-kernel" not in codes(report)
+
+
+@jax.custom_vjp
+def two_results(x):
+    return _kernel(x)
+
+
+def _two_fwd(x):
+    out, rest = _both(x)
+    return out, (out, rest)
+
+
+@jax.custom_vjp
+def _both(x):
+    out = _kernel(x)
+    return out, jnp.log(out[..., 0] ** 2 + 1.0)
+
+
+_both.defvjp(lambda x: (_both(x), x), lambda x, g: (x,))
+two_results.defvjp(_two_fwd, lambda kept, g: (g * kept[0] * kept[1][..., None],))
+
+
+def test_a_kernel_whose_results_are_used_inside_of_a_custom_rule():
+    """Its forward rule calls another custom rule, as the flash attention of JAX does."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.exp(two_results(x @ w)))
+
+    args = f32(16, 16), f32(8, 16)
+    lint = only(inspect(remat_kit.policy("dots")(loss), *args), "opaque-kernel")
+    report = inspect(fixed(lint, loss), *args)
+    assert "pallas_call" not in {r.primitive for r in report.recomputed}
+    assert report.saved_bytes < 3 * 8 * 16 * 4 + 16 * 16 * 4
