@@ -26,29 +26,33 @@ region, and the work of its recompute, here as a share of the forward pass:
 >>> x = jax.ShapeDtypeStruct((2048, 512), jnp.float32)
 >>> graph = trace(tower, (weights, x), target("h100"))
 >>> chain = Chain(graph, [0, 2, 4, 6, 9])
->>> first, *_ = chain.regions(chain.level(frozenset()))
->>> [(int(size) >> 20, f"{work / graph.forward_seconds:.0%}") for size, work in first]
-[(16, '27%'), (20, '53%'), (24, '80%'), (28, '94%')]
+>>> found = chain.regions(chain.level(frozenset()))
+>>> [int(size) >> 20 for size in found.bytes[0, :4]]
+[16, 20, 24, 28]
+>>> [f"{work / graph.forward_seconds:.0%}" for work in found.work[0, :4]]
+['27%', '53%', '80%', '94%']
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
-import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from remat_kit._planner.graph import CostGraph
 from remat_kit._planner.mincut import TIME, Worth
-from remat_kit._planner.simulate import plain_keeps
+from remat_kit._planner.simulate import closure, plain_keeps
 from remat_kit._policy.schedule import Segment
 
 # Maximum number of blocks of a region that contains no other region.
 LONGEST = 16
+
+# One bit for each number of blocks from the block of an equation to the last block of a region.
+EVERY = (1 << LONGEST) - 1
 
 
 # -- the chain ------------------------------------------------------------------------------------
@@ -191,6 +195,21 @@ class Level:
     spared: np.ndarray
 
 
+class Regions(NamedTuple):
+    """The regions of consecutive blocks that save one level and contain no other region.
+
+    The region of blocks ``s..s + d`` is at ``[s, d]``. At most `LONGEST` blocks form a region, and
+    no region contains a scan.
+
+    Attributes:
+        bytes: bytes live in the backward pass of the region, without the arrays that it saves.
+        work: the work of its recompute.
+    """
+
+    bytes: np.ndarray
+    work: np.ndarray
+
+
 class Chain:
     """A cost graph divided into consecutive blocks, with the bytes and the work of each block.
 
@@ -206,12 +225,13 @@ class Chain:
         self.work = _exact(np.array(worth.equations(graph)))
         self.levels: dict[frozenset[int], Level] = {}
         self.made_regions: dict[tuple[int, int, frozenset[int]], Segment[int]] = {}
-        self.alone: dict[tuple[frozenset[int], int], list[list[tuple[float, float]]]] = {}
+        self.alone: dict[frozenset[int], Regions] = {}
         self.cuts = list(cuts)
         self.count = len(cuts) - 1
         self.block = np.zeros(len(graph.equations) + 1, dtype=int)
         for b in range(self.count):
             self.block[cuts[b] : cuts[b + 1]] = b
+        self.blocks = self.block.tolist()
         self.ranges = [(cuts[b], cuts[b + 1]) for b in range(self.count)]
         self.forward = np.array([sum(self.work[lo:hi]) for lo, hi in self.ranges])
         flowing = [self.cotangents(lo, hi) for lo, hi in self.ranges]
@@ -231,26 +251,46 @@ class Chain:
         return np.array([any(e.loop for e in equations[lo:hi]) for lo, hi in self.ranges])
 
     @functools.cached_property
+    def lengths(self) -> list[int]:
+        """For each block, the number of blocks of the longest region that begins with it."""
+        found = [0] * (self.count + 1)
+        for b in range(self.count - 1, -1, -1):
+            found[b] = 0 if self.scans[b] else min(LONGEST, found[b + 1] + 1)
+        return found[:-1]
+
+    @functools.cached_property
     def needs(self) -> list[list[int]]:
         """For each block, the arrays that its derivatives read."""
         parts = (self.graph.equations[lo:hi] for lo, hi in self.ranges)
         return [list(dict.fromkeys(t for e in part for t in e.needs)) for part in parts]
 
     @functools.cached_property
-    def written(self) -> list[list[tuple[int, int]]]:
-        """For each equation, the arrays that a recompute writes to memory for some derivative.
-
-        Each array comes with its bytes.
-        """
-        tensors = self.graph.tensors
-        sizes = {s: tensors[s].bytes for t in self.graph.residuals for s in tensors[t].sources}
-        return [[(t, sizes[t]) for t in e.makes if t in sizes] for e in self.graph.equations]
+    def wanted(self) -> dict[int, int]:
+        """For each array, the regions whose derivatives read it, as bits for `again`."""
+        first: dict[int, int] = {}
+        for b, needs in enumerate(self.needs):
+            for t in needs:
+                first.setdefault(t, b)
+        made = ((t, b, self.producers[t]) for t, b in first.items())
+        after = ((t, b - self.blocks[producer]) for t, b, producer in made if producer >= 0)
+        return {t: EVERY & (EVERY << d) for t, d in after if d < LONGEST}
 
     @functools.cached_property
-    def made(self) -> list[int]:
+    def written(self) -> dict[int, int]:
+        """The bytes of each array that a recompute writes to memory for some derivative."""
+        tensors = self.graph.tensors
+        return {
+            s: tensors[s].bytes
+            for t in self.graph.residuals
+            for s in tensors[t].sources
+            if tensors[s].producer >= 0
+        }
+
+    @functools.cached_property
+    def made(self) -> np.ndarray:
         """For each block, the bytes of the residuals that its derivatives make in a region."""
         parts = (self.graph.equations[lo:hi] for lo, hi in self.ranges)
-        return [sum(e.made_in_memory for e in part if e.loop is None) for part in parts]
+        return np.array([sum(e.made_in_memory for e in p if e.loop is None) for p in parts], float)
 
     @functools.cached_property
     def plain_last(self) -> dict[int, int]:
@@ -335,101 +375,121 @@ class Chain:
             found = self.made_regions[lo, hi, keep] = Segment(lo, hi, save=save)
         return found
 
-    def reach(self, keep: frozenset[int]) -> list[int]:
-        """Return, for each equation, the equations that must run to recompute its results.
-
-        Each entry has one bit per equation, the equation itself included. The arrays of ``keep``
-        are saved, so nothing runs again to make them.
-        """
-        rerun: list[int] = []
-        for i, e in enumerate(self.graph.equations):
-            bits = 1 << i
-            for t in e.reads:
-                if t not in keep and self.producers[t] >= 0:
-                    bits |= rerun[self.producers[t]]
-            rerun.append(bits)
-        return rerun
-
     @functools.cached_property
-    def reach_from_nothing(self) -> list[int]:
-        """The result of `reach` if nothing is saved."""
-        return self.reach(frozenset())
+    def read(self) -> list[list[tuple[int, int, int]]]:
+        """The arrays that each equation reads and that a region can make again.
+
+        Each entry has the array, the equation that makes it, and the number of blocks between that
+        equation and the reader.
+        """
+        found: list[list[tuple[int, int, int]]] = []
+        for i, e in enumerate(self.graph.equations):
+            made = ((t, self.producers[t]) for t in e.reads)
+            apart = ((t, p, self.blocks[i] - self.blocks[p]) for t, p in made if p >= 0)
+            found.append([(t, p, d) for t, p, d in apart if d < LONGEST])
+        return found
+
+    def again(self, keep: frozenset[int], wanted: Iterable[tuple[int, int]]) -> np.ndarray:
+        """Return which regions run each equation again to make some arrays.
+
+        A walk from an array to what it is made of only goes back in the program. Therefore it
+        depends on the last block of a region, but not on the first one, whether the region runs an
+        equation again. An equation in block b has one bit for each last block ``b + d``. This takes
+        the same memory for each equation, while the set of all equations that lead to it grows with
+        the program.
+
+        Args:
+            keep: saved arrays, for which nothing runs again.
+            wanted: pairs of an array and of the regions that need it: bit d is for those that end d
+                blocks after the block of its producer.
+
+        Returns:
+            Booleans, at ``[i, d]`` for equation i and the regions that end d blocks after its own.
+        """
+        bits = [0] * len(self.graph.equations)
+        for t, some in wanted:
+            bits[self.producers[t]] |= some
+        read = self.read
+        for i in range(len(bits) - 1, -1, -1):
+            if some := bits[i]:
+                for t, producer, apart in read[i]:
+                    if t not in keep:
+                        bits[producer] |= some << apart & EVERY
+        packed = np.array(bits, dtype="<u2").view(np.uint8).reshape(-1, 2)
+        return np.unpackbits(packed, axis=1, bitorder="little").view(bool)
+
+    def sums(self, again: np.ndarray, amounts: np.ndarray) -> np.ndarray:
+        """Return the sum of the amounts of all equations that each region runs again.
+
+        Args:
+            again: the equations, as `again` returns them.
+            amounts: one amount for each equation.
+
+        Returns:
+            The sums, at ``[s, d]`` for the region of blocks ``s..s + d``.
+        """
+        each = np.where(again, amounts[:, None], 0.0)
+        found = np.add.reduceat(each, self.cuts[:-1], axis=0)  # for each block and last block
+        for d in range(1, min(LONGEST, self.count)):
+            found[:-d, d] += found[1 : self.count - d + 1, d - 1]
+        return found
 
     def making(self, block: int, arrays: Iterable[int]) -> float:
         """Return the work in a block to make those of some arrays that the block makes."""
-        made = (p for p in map(self.producers.__getitem__, arrays) if self.block[p] == block)
-        bits = _union(self.reach_from_nothing[p] for p in made if p >= 0)
-        return float(self.sums([bits], block, block, self.work)[0])
+        lo, hi = self.ranges[block]
+        made = [t for t in arrays if lo <= self.producers[t] < hi]
+        return float(self.work[list(closure(self.graph, made, frozenset(), lo, hi).again)].sum())
 
-    def sums(self, masks: Sequence[int], first: int, last: int, amounts: np.ndarray) -> np.ndarray:
-        """Return, for each mask, the sum of the amounts of its equations in some blocks.
-
-        Args:
-            masks: sets of equations, with one bit per equation.
-            first: the first block.
-            last: the last block.
-            amounts: one amount, or one row of amounts, for each equation.
-        """
-        lo, count = self.cuts[first], self.cuts[last + 1] - self.cuts[first]
-        size, within = (count + 7) // 8, (1 << count) - 1
-        packed = b"".join(((bits >> lo) & within).to_bytes(size, "little") for bits in masks)
-        rows = np.frombuffer(packed, dtype=np.uint8).reshape(len(masks), size)
-        some = np.unpackbits(rows, axis=1, count=count, bitorder="little")
-        return some @ amounts[lo : lo + count]
-
-    def regions(self, level: Level, most: int = LONGEST) -> list[list[tuple[float, float]]]:
-        """Return the bytes and the work of one region of blocks ``s..j``, indexed by s and j - s.
-
-        The bytes are those that are live in the backward pass of the region, without the arrays
-        that it saves. The work is that of its recompute. ``most`` is the maximum number of blocks.
-        """
-        found = self.alone.get((level.keep, most))
+    def regions(self, level: Level) -> Regions:
+        """Return the bytes and the work of the regions that save a level."""
+        found = self.alone.get(level.keep)
         if found is None:
-            reach, keep = self.reach(level.keep), level.keep
-            again = [
-                _union(reach[self.producers[t]] for t in needs if self.producers[t] >= 0)
-                for needs in ([t for t in needs if t not in keep] for needs in self.needs)
-            ]
-            written = [sum(size for t, size in some if t not in keep) for some in self.written]
-            amounts = np.array([written, self.work]).T
-            found = [list(self.merged(s, again, amounts, most)) for s in range(self.count)]
-            self.alone[level.keep, most] = found
+            keep, written = level.keep, np.zeros(len(self.work))
+            for t, size in self.written.items():
+                if t not in keep:
+                    written[self.producers[t]] += size
+            wanted = ((t, bits) for t, bits in self.wanted.items() if t not in keep)
+            again = self.again(keep, wanted)
+            peaks = self.peaks(self.sums(again, written))
+            found = self.alone[keep] = Regions(peaks, self.sums(again, self.work))
         return found
 
-    def merged(
-        self, first: int, again: Sequence[int], amounts: np.ndarray, most: int
-    ) -> Iterator[tuple[float, float]]:
-        """Yield the bytes and the work of one region of blocks ``first..j``, for each j.
+    def peaks(self, written: np.ndarray) -> np.ndarray:
+        """Return the bytes that are live in the backward pass of each region.
 
         Args:
-            first: the first block of the region.
-            again: for each block, the equations that run again for its derivatives, with one bit
-                per equation.
-            amounts: for each equation, the bytes that it writes when it runs again, and its work.
-            most: maximum number of blocks of a region.
+            written: the bytes that each region writes when it runs again, at ``[s, d]``.
         """
-        stop = min(self.count, first + most)
-        last = next((b for b in range(first, stop) if self.scans[b]), stop) - 1
-        if last < first:
-            return
-        masks = list(itertools.accumulate(again[first : last + 1], operator.or_))
-        begun, ended = self.edges
-        peaks: list[float] = []
-        made = 0.0
-        for b, (built, work) in enumerate(self.sums(masks, first, last, amounts).tolist(), first):
-            made += self.made[b]
-            built += made + begun[first, b]
-            peak = built + (self.flow_last if peaks else self.flow_alone)[b]
-            others = ended[b, first:b]
-            yield max([peak, *(peaks + others if others.any() else peaks)]), work
-            peaks.append(built + (self.flowing if peaks else self.flow_first)[b])
+        begun, ended = self.edges_by_region
+        made = np.concatenate([[0.0], np.cumsum(self.made)])
+        s = np.arange(self.count)[:, None]
+        b = np.minimum(s + np.arange(LONGEST), self.count - 1)
+        built = written + (made[b + 1] - made[s]) + begun
+        last, inner = self.flow_last[b], self.flowing[b]
+        last[:, 0], inner[:, 0] = self.flow_alone, self.flow_first
+        # While the derivatives of one of its earlier blocks run, a region ends with a later block.
+        earlier = (built + inner)[:, None, :] + ended
+        return np.maximum(built + last, earlier.max(axis=-1))
+
+    @functools.cached_property
+    def edges_by_region(self) -> tuple[np.ndarray, np.ndarray]:
+        """The figures of `edges` for the regions of `regions`.
+
+        The first array holds them at ``[s, d]`` for block ``s + d`` of a region that begins with
+        block s. The second holds at ``[s, d, e]`` those for block ``s + e`` of a region that ends
+        with block ``s + d``, and minus infinity if that block is not before the last one.
+        """
+        first, last = self.edges
+        k, steps = self.count, np.arange(LONGEST)
+        s = np.arange(k)[:, None]
+        at = s + steps
+        begun = np.where(at < k, first[s, np.minimum(at, k - 1)], 0.0)
+        j, b = np.minimum(at, k - 1)[:, :, None], np.minimum(at, k - 1)[:, None, :]
+        inside = (steps[None, :] < steps[:, None]) & (at < k)[:, :, None]
+        return begun, np.where(inside, last[j, b], -np.inf)
 
 
 def _exact(amounts: np.ndarray) -> np.ndarray:
     """Round amounts so that their sums are exact, and equal work compares as equal."""
     unit = 2.0 ** (math.frexp(amounts.sum())[1] - 40)
     return np.round(amounts / unit) * unit
-
-
-def _union(masks: Iterable[int]) -> int:
-    return functools.reduce(operator.or_, masks, 0)

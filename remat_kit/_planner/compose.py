@@ -58,7 +58,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from remat_kit._planner.chain import Chain, Level
+from remat_kit._planner.chain import EVERY, Chain, Level
 from remat_kit._planner.simulate import loop_cost
 from remat_kit._policy.schedule import LoopPlan, Schedule, Segment
 
@@ -141,10 +141,6 @@ class _ComposedPart(NamedTuple):
     def takes(self) -> tuple[float, ...]:
         return self.kept, self.stay + self.working, self.less
 
-    def need(self, kept: int, size: float, first: int) -> int:
-        """Return the total number of slots that the region needs."""
-        return max(kept, _rounded(self.stay, size, first) + math.ceil(self.working / size))
-
 
 class Layer:
     """Regions that save one level of a chain, each around smaller regions that save more.
@@ -163,57 +159,62 @@ class Layer:
         self.chain = chain
         self.level = level
         parts: list[list[_ComposedPart]] = [[] for _ in range(chain.count)]
-        reach = chain.reach(level.keep)
-        handed = self.handed(reach)
+        handed = self.handed()
         for keep in dict.fromkeys(level.keep | extra for extra in more):
-            finer = chain.level(keep)
-            for s, some in enumerate(self.parts_of(finer, reach, handed)):
+            for s, some in enumerate(self.parts_of(chain.level(keep), handed)):
                 parts[s] += some
         self.parts = [_undominated(some) for some in parts]
 
-    def handed(self, reach: Sequence[int]) -> list[list[int]]:
-        """Return the equations that run again to make what later blocks read of blocks ``s..j``.
+    def handed(self) -> np.ndarray:
+        """Return which inner regions run each equation again for what later blocks read.
 
-        The result is indexed by s and then by ``j - s``; each entry has one bit per equation.
+        The result is as that of `Chain.again`.
         """
-        chain = self.chain
-        ends: list[list[tuple[int, int]]] = [[] for _ in range(chain.count)]
-        for t, first, last in chain.crossing:
-            if t not in self.level.keep:
-                ends[first].append((last, reach[chain.producers[t]]))
-        found: list[list[int]] = [[0] * _INNER for _ in range(chain.count)]
-        for j in range(chain.count):
-            bits = 0
-            for s in range(j, max(-1, j - _INNER), -1):
-                for last, some in ends[s]:
-                    if last > j:
-                        bits |= some
-                found[s][j - s] = bits
-        return found
+        keep = self.level.keep
+        crossing = ((t, last - first) for t, first, last in self.chain.crossing if t not in keep)
+        return self.chain.again(keep, ((t, (1 << min(d, _INNER)) - 1) for t, d in crossing))
 
-    def parts_of(
-        self, finer: Level, reach: Sequence[int], handed: Sequence[Sequence[int]]
-    ) -> Iterator[list[_ComposedPart]]:
+    def parts_of(self, finer: Level, handed: np.ndarray) -> Iterator[list[_ComposedPart]]:
         """Yield, for each block, the inner regions that begin with it and save a finer level."""
         chain = self.chain
-        own = [0] * chain.count
-        for t in finer.keep - self.level.keep:
-            own[chain.block[chain.producers[t]]] |= reach[chain.producers[t]]
+        own = chain.again(self.level.keep, ((t, EVERY) for t in finer.keep - self.level.keep))
+        keeping, handing = (chain.sums(x, chain.work).tolist() for x in (own, own | handed))
+        regions = chain.regions(finer)
+        size, again = regions.bytes.tolist(), regions.work.tolist()
         more = finer.kept - self.level.kept
-        for s, regions in enumerate(chain.regions(finer, _INNER)):
-            found = []
-            if regions:  # no region begins with a scan
-                last = s + len(regions) - 1
-                bits = list(itertools.accumulate(own[s : last + 1], operator.or_))
-                masks = [*bits, *map(operator.or_, bits, handed[s])]
-                keeping, handing = chain.sums(masks, s, last, chain.work).reshape(2, -1).tolist()
-                stay = np.cumsum(more[s : last + 1]).tolist()
-                for n, (working, again) in enumerate(regions):
-                    kept = stay[n] + float(finer.out[s, s + n])
-                    work, less = again + handing[n], again + keeping[n]
-                    part = _ComposedPart(s + n, kept, stay[n], working, work, less, finer.keep)
-                    found.append(part)
-            yield found
+        for s, length in enumerate(chain.lengths):  # no region begins with a scan
+            count = min(length, _INNER)
+            stay = np.cumsum(more[s : s + count])
+            kept, stay = (stay + finer.out[s, s : s + count]).tolist(), stay.tolist()
+            yield [
+                _ComposedPart(
+                    s + n,
+                    kept[n],
+                    stay[n],
+                    size[s][n],
+                    again[s][n] + handing[s][n],
+                    again[s][n] + keeping[s][n],
+                    finer.keep,
+                )
+                for n in range(count)
+            ]
+
+    def needs(self, size: float) -> list[list[tuple[int, int, int]]]:
+        """Return, for each part, its slots if it is the last one, before others, and for ``kept``.
+
+        Args:
+            size: bytes of a slot.
+        """
+        found = []
+        for s, parts in enumerate(self.parts):
+            amounts = [(part.kept, part.stay, part.working) for part in parts]
+            kept, stay, working = np.array(amounts).reshape(-1, 3).T / size
+            kept, stay = (np.floor(x + (s * _GOLDEN) % 1).astype(int) for x in (kept, stay))
+            alone = stay + np.ceil(working).astype(int)
+            before = np.maximum(kept, alone)
+            columns = (x.tolist() for x in (np.maximum(alone, 0), before, kept))
+            found.append(list(zip(*columns, strict=True)))
+        return found
 
     def solve(self, size: float, found: np.ndarray) -> None:
         """Find the least work for all runs of blocks and all amounts of memory.
@@ -226,36 +227,58 @@ class Layer:
                 blocks after it and by slots.
         """
         k, slots = self.chain.count, found.shape[-1] - 1
-        self.size, self.value = size, found
+        self.size, self.value, self.slots = size, found, self.needs(size)
         self.value.fill(np.inf)
-        self.pick = np.empty(found.shape, dtype=np.int16)
+        spare = np.empty((_OUTER, slots + 1))
+        least = [slots + 1] * (k + 1)  # the fewest slots in which regions from a block on fit
         for s in range(k - 1, -1, -1):
-            value, pick = self.value[s], self.pick[s]
-            for place, part in enumerate(self.parts[s]):
+            value, fits = self.value[s], slots + 1
+            for part, (alone, need, kept) in zip(self.parts[s], self.slots[s], strict=True):
                 length = part.last - s
-                need = part.need(0, size, s)
-                if need <= slots and part.less < value[length, need]:
-                    _improve(value[length, need:], pick[length, need:], part.less, place)
-                kept = _rounded(part.kept, size, s)
-                need = part.need(kept, size, s)
-                rest = min(_OUTER - 1 - length, k - 1 - part.last)
-                if need <= slots and rest > 0:
-                    ahead = self.value[part.last + 1, :rest, need - kept : slots + 1 - kept]
-                    later = slice(length + 1, length + 1 + rest), slice(need, None)
-                    _improve(value[later], pick[later], ahead + part.work, place)
+                if alone <= slots:
+                    fits = min(fits, alone)
+                    if part.less < value[length, alone]:
+                        own = value[length, alone:]
+                        np.minimum(own, part.less, out=own)
+                start, rest = max(need, kept + least[part.last + 1]), _OUTER - 1 - length
+                rest = min(rest, k - 1 - part.last)
+                if start <= slots and rest > 0:
+                    fits = min(fits, start)
+                    ahead = self.value[part.last + 1, :rest, start - kept : slots + 1 - kept]
+                    work = np.add(ahead, part.work, out=spare[:rest, : slots + 1 - start])
+                    later = value[length + 1 : length + 1 + rest, start:]
+                    np.minimum(later, work, out=later)
+            least[s] = fits
 
     def lasts(self, first: int) -> Iterator[int]:
         """Yield the last block of each outer region that begins with ``first`` and fits memory."""
-        for length in range(1, min(_OUTER, self.chain.count - first)):
-            if math.isfinite(self.value[first, length, -1]):
-                yield first + length
+        finite = np.isfinite(self.value[first, 1 : min(_OUTER, self.chain.count - first), -1])
+        yield from (first + 1 + np.flatnonzero(finite)).tolist()
+
+    def first_part(self, first: int, last: int, room: int) -> int:
+        """Return the number of the first inner region of the best ones in ``room`` slots.
+
+        `solve` keeps only the least work. Few of its entries become schedules, so it is faster to
+        find the region that led to an entry when it is asked for.
+        """
+        least = self.value[first, last - first, room]
+        for number, part in enumerate(self.parts[first]):
+            alone, need, kept = self.slots[first][number]
+            if part.last == last:
+                if alone <= room and part.less == least:
+                    return number
+            elif part.last < last and need <= room:
+                ahead = self.value[part.last + 1, last - part.last - 1, room - kept]
+                if ahead + part.work == least:
+                    return number
+        raise AssertionError("no inner region leads to this entry")
 
     def segment(self, first: int, last: int, room: int) -> Segment[int]:
         """Return the outer region over some blocks with the least work in ``room`` slots."""
         chain = self.chain
         inside, s = [], first
         while s <= last:
-            part = self.parts[s][self.pick[s, last - s, room]]
+            part = self.parts[s][self.first_part(s, last, room)]
             inside.append(chain.region(s, part.last, part.keep))
             room -= _rounded(part.kept if part.last < last else part.stay, self.size, s)
             s = part.last + 1
@@ -270,8 +293,8 @@ class Layer:
 _NESTED, RECURSIVE = 160, 80
 
 
-# In the table of nested schedules, the choice `_REGION` + j means one region up to block j. Smaller
-# choices are numbers of ways to run a single block.
+# In nested schedules, the choice `_REGION` + j means one region up to block j. Smaller choices are
+# numbers of ways to run a single block.
 _REGION = 1000
 
 
@@ -407,11 +430,13 @@ class Composer:
         return [[w for item in _undominated(options) for w in item.ways()] for options in found]
 
     def leaf_items(self, number: int, level: Level, s: int) -> Iterator[_Item]:
-        stay = 0.0
-        for j, (working, again) in enumerate(self.chain.regions(level)[s], s):
-            stay += float(level.kept[j])
-            kept = stay + float(level.out[s, j])
-            yield _Item(s, j, "leaf", number, kept, stay, working, again, float(level.spared[s, j]))
+        stop = s + self.chain.lengths[s]
+        regions = self.chain.regions(level)
+        stay = np.cumsum(level.kept[s:stop])
+        amounts = stay + level.out[s, s:stop], stay, regions.bytes[s], regions.work[s]
+        columns = (x.tolist() for x in (*amounts, level.spared[s, s:stop]))
+        for j, (kept, own, working, again, spared) in enumerate(zip(*columns, strict=False), s):
+            yield _Item(s, j, "leaf", number, kept, own, working, again, spared)
 
     def loop_items(self, b: int) -> list[_Item]:
         (scan,) = [e for e in self.chain.graph.equations[slice(*self.chain.ranges[b])] if e.loop]
@@ -589,34 +614,46 @@ class Composer:
         found: list[list[_Item]] = [[] for _ in range(k)]
         if chain.scans.any() or k > _NESTED or k < 3:
             return found
-        out, singles = self.handed_on, self.singles
-        forward = np.concatenate([[0.0], np.cumsum(chain.forward)])
-        # The least work for blocks s..t, indexed by s, t and slots, and the first choice for it.
+        out, forward = self.handed_on, self.forward
+        # The least work for blocks s..t, indexed by s, t and slots.
         self.inner = inner = np.full((k, k, slots + 1), np.inf)
-        self.inner_choice = pick = np.full((k, k, slots + 1), -1, dtype=np.int16)
+        self.single_slots = [self.slots_inside(b) for b in range(k)]
         for s in range(k - 1, -1, -1):
-            for number, (item, made_again) in enumerate(singles[s]):
-                # No later block inside the region reads the activations of the last block. The
-                # last block therefore runs again only to make what it saves.
-                _, need = item._replace(kept=item.stay).slots(size)
-                work = item.work + made_again
-                _improve(inner[s, s, need:], pick[s, s, need:], work, number)
-                kept, need = item.slots(size)
+            for (item, made_again), (alone, kept, need) in zip(
+                self.singles[s], self.single_slots[s], strict=True
+            ):
+                own = inner[s, s, alone:]
+                np.minimum(own, item.work + made_again, out=own)
                 if need <= slots and s + 1 < k:
-                    later = s, slice(s + 1, None), slice(need, None)
                     ahead = inner[s + 1, s + 1 :, need - kept : slots + 1 - kept]
-                    _improve(inner[later], pick[later], ahead + item.work, number)
+                    later = inner[s, s + 1 :, need:]
+                    np.minimum(later, ahead + item.work, out=later)
             for j in range(s + 1, k - 1 if k <= RECURSIVE else 0):
                 # Blocks s..j form a region of their own, which precedes blocks j + 1..t.
                 kept = round(out[s, j] / size)
                 if kept <= slots:
-                    later = s, slice(j + 1, None), slice(kept, None)
                     ahead = inner[j + 1, j + 1 :, : slots + 1 - kept]
                     inside = inner[s, j, kept:] + (forward[j] - forward[s])
-                    _improve(inner[later], pick[later], ahead + inside, _REGION + j)
+                    later = inner[s, j + 1 :, kept:]
+                    np.minimum(later, ahead + inside, out=later)
             for t in range(s + 2, k):
                 again = float(forward[t] - forward[s])
                 found[s].append(_Item(s, t, "nest", -1, float(out[s, t]), 0.0, 0.0, again))
+        return found
+
+    @functools.cached_property
+    def forward(self) -> np.ndarray:
+        """The work of all blocks before each block."""
+        return np.concatenate([[0.0], np.cumsum(self.chain.forward)])
+
+    def slots_inside(self, block: int) -> list[tuple[int, int, int]]:
+        """Return, for each of `singles`, its slots as the last block, for ``kept`` and in all."""
+        found = []
+        for item, _ in self.singles[block]:
+            # No later block inside the region reads the activations of the last block. The last
+            # block therefore runs again only to make what it saves.
+            _, alone = item._replace(kept=item.stay).slots(self.size)
+            found.append((alone, *item.slots(self.size)))
         return found
 
     @functools.cached_property
@@ -639,11 +676,33 @@ class Composer:
         kept = chain.needs[b] if item.form == "plain" else self.levels[item.level].keep
         return chain.making(b, kept)
 
+    def first_inside(self, s: int, t: int, room: int) -> int:
+        """Return the first choice of the best ones for blocks ``s..t`` in ``room`` slots.
+
+        The result is the number of a way to run the first block alone, or `_REGION` + j for a
+        region up to block j. `nested` keeps only the least work, as `Layer.solve` does.
+        """
+        inner, least = self.inner, self.inner[s, t, room]
+        for number, (item, made_again) in enumerate(self.singles[s]):
+            alone, kept, need = self.single_slots[s][number]
+            if s == t:
+                if alone <= room and item.work + made_again == least:
+                    return number
+            elif need <= room and inner[s + 1, t, room - kept] + item.work == least:
+                return number
+        for j in range(s + 1, t):
+            kept = round(self.handed_on[s, j] / self.size)
+            if kept <= room:
+                inside = inner[s, j, room] + (self.forward[j] - self.forward[s])
+                if inner[j + 1, t, room - kept] + inside == least:
+                    return _REGION + j
+        raise AssertionError("no choice leads to this entry")
+
     def backtrack(self, s: int, t: int, room: int) -> Schedule[int]:
         cuts, parts = self.chain.cuts, []
         size = self.size
         while s <= t:
-            pick = int(self.inner_choice[s, t, room])
+            pick = self.first_inside(s, t, room)
             if pick >= _REGION:
                 j = pick - _REGION
                 inside = self.backtrack(s, j, room)
