@@ -228,27 +228,50 @@ class Layer:
         """
         k, slots = self.chain.count, found.shape[-1] - 1
         self.size, self.value, self.slots = size, found, self.needs(size)
+        self.spare = np.empty((_OUTER, slots + 1))
         self.value.fill(np.inf)
-        spare = np.empty((_OUTER, slots + 1))
-        least = [slots + 1] * (k + 1)  # the fewest slots in which regions from a block on fit
+        # For each block, the fewest slots in which regions that begin with it fit, and the slots
+        # from which on more memory does not lower their work. Between them lie the entries that
+        # differ, often a small part of all.
+        least, enough = [slots + 1] * (k + 1), [0] * (k + 1)
         for s in range(k - 1, -1, -1):
-            value, fits = self.value[s], slots + 1
-            for part, (alone, need, kept) in zip(self.parts[s], self.slots[s], strict=True):
-                length = part.last - s
-                if alone <= slots:
-                    fits = min(fits, alone)
-                    if part.less < value[length, alone]:
-                        own = value[length, alone:]
-                        np.minimum(own, part.less, out=own)
-                start, rest = max(need, kept + least[part.last + 1]), _OUTER - 1 - length
-                rest = min(rest, k - 1 - part.last)
-                if start <= slots and rest > 0:
-                    fits = min(fits, start)
-                    ahead = self.value[part.last + 1, :rest, start - kept : slots + 1 - kept]
-                    work = np.add(ahead, part.work, out=spare[:rest, : slots + 1 - start])
-                    later = value[length + 1 : length + 1 + rest, start:]
-                    np.minimum(later, work, out=later)
-            least[s] = fits
+            least[s], most = self.bounds_of(s, least, enough)
+            if least[s] <= slots:
+                most = min(most, slots)
+                self.fill(s, least, most)
+                value = self.value[s]
+                value[:, most + 1 :] = value[:, most : most + 1]
+                same = (value[:, : most + 1] == value[:, most : most + 1]).all(axis=0)
+                enough[s] = int(same.argmax())
+
+    def bounds_of(self, s: int, least: Sequence[int], enough: Sequence[int]) -> tuple[int, int]:
+        """Return the fewest slots for regions that begin with a block, and slots that suffice.
+
+        Args:
+            s: the block.
+            least, enough: the same figures for all later blocks.
+        """
+        fewest, most = self.value.shape[-1], 0
+        for part, (alone, need, kept) in zip(self.parts[s], self.slots[s], strict=True):
+            fewest = min(fewest, alone, max(need, kept + least[part.last + 1]))
+            most = max(most, alone, need, kept + enough[part.last + 1])
+        return fewest, most
+
+    def fill(self, s: int, least: Sequence[int], most: int) -> None:
+        """Find the least work for all runs of blocks that begin with s, up to ``most`` slots."""
+        value = self.value[s]
+        for part, (alone, need, kept) in zip(self.parts[s], self.slots[s], strict=True):
+            length = part.last - s
+            if alone <= most and part.less < value[length, alone]:
+                own = value[length, alone : most + 1]
+                np.minimum(own, part.less, out=own)
+            start = max(need, kept + least[part.last + 1])
+            rest = min(_OUTER - 1 - length, self.chain.count - 1 - part.last)
+            if start <= most and rest > 0:
+                ahead = self.value[part.last + 1, :rest, start - kept : most + 1 - kept]
+                work = np.add(ahead, part.work, out=self.spare[:rest, : most + 1 - start])
+                later = value[length + 1 : length + 1 + rest, start : most + 1]
+                np.minimum(later, work, out=later)
 
     def lasts(self, first: int) -> Iterator[int]:
         """Yield the last block of each outer region that begins with ``first`` and fits memory."""
