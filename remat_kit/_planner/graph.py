@@ -167,6 +167,9 @@ class Equation:
         return self.needs if self.made_bytes and not self.made_in_memory else self.keeps
 
 
+# Number of neighbouring positions for which `CostGraph.crossing` looks at the same tensors.
+_SPAN = 64
+
 # Pairs of an equation and the change of the live bytes there.
 _Steps = list[tuple[int, int]]
 
@@ -321,27 +324,28 @@ class CostGraph:
         return steps
 
     @functools.cached_property
-    def kept_steps(self) -> list[tuple[_Steps, list[tuple[int, _Steps]]]]:
-        """For each array, the changes of `written_steps` if the array is saved.
+    def kept_steps(self) -> tuple[np.ndarray, np.ndarray, dict[int, list[tuple[int, _Steps]]]]:
+        """The changes of `written_steps` if an array is saved.
 
-        The first list holds the changes for the array itself. If the compiler would fuse the array,
-        saving it writes it to memory, and its sources are live until then. The second list holds
-        the changes for each source, which apply if the source itself is not saved.
+        The first two results hold, for each array, an equation and the change there. If the
+        compiler would fuse an array, saving it writes it to memory, and its sources are live until
+        then. The third holds, for each such array, the changes for each of its sources, which apply
+        if the source itself is not saved.
         """
-        found: list[tuple[_Steps, list[tuple[int, _Steps]]]] = []
+        at, amounts = np.zeros((2, len(self.tensors)), dtype=int)
+        fused: dict[int, list[tuple[int, _Steps]]] = {}
         for tensor in self.tensors:
-            own, made_of, written = [], [], tensor.producer
-            if tensor.in_memory and tensor.users:
-                own.append((tensor.users[-1] + 1, tensor.bytes))  # otherwise it is freed there
+            t, written = tensor.index, tensor.producer
+            if tensor.in_memory and tensor.users:  # otherwise it is freed there
+                at[t], amounts[t] = tensor.users[-1] + 1, tensor.bytes
             elif written >= 0:
-                own.append((written, tensor.bytes))
+                at[t], amounts[t] = written, tensor.bytes
                 for s in map(self.tensors.__getitem__, tensor.sources):
                     last = s.users[-1] if s.users else written
                     if last < written:
                         until = [(last + 1, s.bytes), (written + 1, -s.bytes)]
-                        made_of.append((s.index, until))
-            found.append((own, made_of))
-        return found
+                        fused.setdefault(t, []).append((s.index, until))
+        return at, amounts, fused
 
     @functools.cached_property
     def made_outside(self) -> np.ndarray:
@@ -364,13 +368,26 @@ class CostGraph:
         """Return whether a product reads an array in half precision."""
         return tensor.dtype == "float32" and any(self.equations[i].rounds for i in tensor.users)
 
+    @functools.cached_property
+    def _spans(self) -> list[list[tuple[int, int, int]]]:
+        """The tensors that live at some of each `_SPAN` positions: (tensor, first, last position).
+
+        A tensor lives at the positions after its producer, up to its last reader.
+        """
+        found: list[list[tuple[int, int, int]]] = [
+            [] for _ in range(len(self.equations) // _SPAN + 1)
+        ]
+        for t in self.tensors:
+            if t.producer >= 0 and t.users:
+                first, last = t.producer + 1, t.users[-1]
+                for part in range(first // _SPAN, last // _SPAN + 1):
+                    found[part].append((t.index, first, last))
+        return found
+
     def crossing(self, position: int) -> tuple[int, ...]:
         """Return the tensors made before a position that equations at or after it read."""
-        return tuple(
-            t.index
-            for t in self.tensors
-            if 0 <= t.producer < position and t.users and t.users[-1] >= position
-        )
+        near = self._spans[position // _SPAN]
+        return tuple(t for t, first, last in near if first <= position <= last)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -221,11 +221,11 @@ class Simulation:
         found = [0] * len(schedule)
         if not self.graph.stacked:
             return found
-        later = frozenset[int]()
+        later = set[int]()
         for number in range(len(schedule) - 1, -1, -1):
             if not schedule[number].plain:
                 found[number] = self.bytes(schedule[number].kept & later)
-            later |= held[number]
+            later.update(held[number])
         return found
 
     def loops_on_host(self, schedule: Sequence[Segment[int]]) -> int:
@@ -277,16 +277,14 @@ class Simulation:
         graph = self.graph
         kept = frozenset().union(*held) if held else frozenset()
         steps = graph.written_steps.copy()
-        changes: list[tuple[int, int]] = []
-        for t in kept:
-            change, made_of = graph.kept_steps[t]
-            changes += change
-            for s, until in made_of:
+        at, amounts, fused = graph.kept_steps
+        some = np.fromiter(kept, int, len(kept))
+        np.add.at(steps, at[some], amounts[some])
+        for t in kept & fused.keys():
+            for s, until in fused[t]:
                 if s not in kept:
-                    changes += until
-        if changes:
-            at, amounts = np.array(changes).T
-            np.add.at(steps, at, amounts)
+                    for place, amount in until:
+                        steps[place] += amount
         for segment in schedule:
             if segment.plain:
                 steps[segment.start : segment.stop] += graph.made_outside[
@@ -324,16 +322,18 @@ class Simulation:
         own = [self.own_bytes(s) for s in schedule]
         if twice:
             own = [a + b for a, b in zip(own, twice, strict=True)]
-        below = [given]
-        levels = [base]
+        # For each segment, the tensors that neither it nor an earlier one finds there. One set for
+        # all segments takes less time than the union of all earlier ones for each.
+        there, mine, levels, away = set(given), [], [base], []
         for tensors, made in zip(held, own, strict=True):
-            levels.append(levels[-1] + self.bytes(tensors - below[-1]) + made)
-            below.append(below[-1] | tensors)
+            away.append(self.bytes((on_host & there) - tensors) if on_host else 0)
+            mine.append(tensors - there)
+            levels.append(levels[-1] + self.bytes(mine[-1]) + made)
+            there.update(mine[-1])
         for number in range(len(schedule) - 1, -1, -1):
             segment = schedule[number]
-            away = self.bytes((on_host & below[number]) - held[number]) if on_host else 0
-            level = levels[number + 1] - away + self.cotangents_across(segment.stop)
-            self.segment(segment, level, below[number + 1], held[number] - below[number])
+            level = levels[number + 1] - away[number] + self.cotangents_across(segment.stop)
+            self.segment(segment, level, given | held[number], mine[number])
 
     def rebuilt_early(self, schedule: Sequence[Segment[int]]) -> None:
         """Note the peak if XLA:CPU recomputes the last region before the derivatives after it.
@@ -362,7 +362,8 @@ class Simulation:
         Args:
             segment: the segment.
             level: bytes live when its backward pass begins.
-            available: tensors live when its backward pass begins.
+            available: tensors live when its backward pass begins. Those that only other segments
+                need may be left out.
             mine: those of ``available`` that no earlier segment needs.
         """
         demand = self.demand(segment)
