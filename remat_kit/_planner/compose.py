@@ -273,11 +273,6 @@ class Layer:
                 later = value[length + 1 : length + 1 + rest, start : most + 1]
                 np.minimum(later, work, out=later)
 
-    def lasts(self, first: int) -> Iterator[int]:
-        """Yield the last block of each outer region that begins with ``first`` and fits memory."""
-        finite = np.isfinite(self.value[first, 1 : min(_OUTER, self.chain.count - first), -1])
-        yield from (first + 1 + np.flatnonzero(finite)).tolist()
-
     def first_part(self, first: int, last: int, room: int) -> int:
         """Return the number of the first inner region of the best ones in ``room`` slots.
 
@@ -372,42 +367,93 @@ class _Item(NamedTuple):
         """Return the slots for ``stay``, which are live in the backward pass of its own blocks."""
         return _rounded(self.stay, size, self.first)
 
-    def ways(self) -> list[tuple[_Item, int]]:
-        """Return the item as it counts before a region (1) and before a plain item (0)."""
-        if self.form == "plain":  # two plain items in a row are one plain item
-            return [(self, 1)]
-        less = self._replace(kept=self.kept - self.spared) if self.spared else self
-        return [(self, 1), (less, 0)]
+
+class _Ways(NamedTuple):
+    """Items that begin with one block, as arrays over the ways in which they count.
+
+    An item counts in one way before a region and in another before a plain item. The attributes are
+    those of `_Item`, with the number of the form, and ``follower``: 1 if a region comes next, 0 if
+    a plain item does.
+    """
+
+    last: np.ndarray
+    form: np.ndarray
+    level: np.ndarray
+    follower: np.ndarray
+    kept: np.ndarray
+    stay: np.ndarray
+    working: np.ndarray
+    work: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        form: int | np.ndarray,
+        last: np.ndarray,
+        level: int | np.ndarray,
+        amounts: Sequence[np.ndarray | float],
+    ) -> _Ways:
+        """Return the ways of items, each before a region and then before a plain item.
+
+        Args:
+            form, last, level: as for `_Item`, for each item.
+            amounts: ``kept``, ``stay``, ``working``, ``work`` and ``spared`` for each item.
+        """
+        count = len(last)
+        kept, stay, working, work, spared = (np.broadcast_to(x, count) for x in amounts)
+        follower = np.tile([1, 0], count)
+        before = np.stack([kept, kept - spared], axis=1).ravel()
+        same = (np.repeat(np.broadcast_to(x, count), 2) for x in (last, form, level))
+        alike = (np.repeat(x, 2) for x in (stay, working, work))
+        return cls(*same, follower, before, *alike)
+
+    @classmethod
+    def of_items(cls, items: Sequence[_Item]) -> _Ways:
+        """Return the ways of items; two plain items in a row are one plain item."""
+        form = np.array([_FORMS.index(item.form) for item in items])
+        last, level = np.array([(i.last, i.level) for i in items]).T
+        amounts = np.array([(i.kept, i.stay, i.working, i.work, i.spared) for i in items]).T
+        found = cls.of(form, last, level, [*amounts])
+        return found.some((found.form > 0) | (found.follower > 0))
+
+    def some(self, chosen: np.ndarray) -> _Ways:
+        """Return some of the ways, by their numbers or by a mask."""
+        return _Ways(*(x[chosen] for x in self))
+
+    def joined(self, others: Sequence[_Ways]) -> _Ways:
+        """Return these ways and those of others after them."""
+        return _Ways(*map(np.concatenate, zip(self, *others, strict=True))) if others else self
+
+    def item(self, first: int, number: int) -> tuple[_Item, int]:
+        """Return one of the ways that begin with a block as an item, and its follower."""
+        last, form, level, follower, *amounts = (x.item(number) for x in self)
+        return _Item(first, last, _FORMS[form], level, *amounts), follower
 
 
 class _Options(NamedTuple):
-    """All options that begin with one block, as arrays over the options.
-
-    Each option is an `_Item` and a follower: 1 if a region comes next, 0 if a plain item does.
-    """
+    """The ways that begin with one block, with slots instead of bytes as in `_Item.slots`."""
 
     first: int
     last: np.ndarray
     form: np.ndarray
     level: np.ndarray
     follower: np.ndarray
-    region: np.ndarray
     kept: np.ndarray
     room: np.ndarray
     need: np.ndarray
     work: np.ndarray
 
     @classmethod
-    def of(cls, ways: Sequence[tuple[_Item, int]], size: float) -> _Options:
-        """Collect options into arrays; bytes become slots as in `_Item.slots`."""
-        first = ways[0][0].first
-        last, level, follower = np.array([(i.last, i.level, f) for i, f in ways]).T
-        form = np.array([_FORMS.index(item.form) for item, _ in ways])
-        amounts = np.array([(i.kept, i.stay, i.working, i.work) for i, _ in ways]).T
-        kept, stay, working = amounts[:3] / size
-        kept, room = (np.floor(x + (first * _GOLDEN) % 1).astype(int) for x in (kept, stay))
-        need = np.maximum(kept, room + np.ceil(working).astype(int))
-        return cls(first, last, form, level, follower, form > 0, kept, room, need, amounts[3])
+    def of(cls, first: int, ways: _Ways, size: float) -> _Options:
+        """Return the options for ways and for slots of some bytes."""
+        start = (first * _GOLDEN) % 1
+        kept, room = (np.floor(x / size + start).astype(int) for x in (ways.kept, ways.stay))
+        need = np.maximum(kept, room + np.ceil(ways.working / size).astype(int))
+        return cls(first, *ways[:4], kept, room, need, ways.work)
+
+    def some(self, numbers: np.ndarray) -> _Options:
+        """Return the options with some numbers."""
+        return _Options(self.first, *(x[numbers] for x in self[1:]))
 
 
 class Composer:
@@ -437,8 +483,8 @@ class Composer:
         self.handed_on = chain.level(frozenset()).out
 
     @functools.cached_property
-    def items(self) -> list[list[tuple[_Item, int]]]:
-        """The undominated plain, leaf and loop items, as `_Item.ways`, by their first block."""
+    def items(self) -> list[_Ways]:
+        """The undominated plain, leaf and loop items, by their first block."""
         chain = self.chain
         k = chain.count
         found: list[list[_Item]] = [[] for _ in range(k)]
@@ -450,7 +496,7 @@ class Composer:
             for s in range(k):
                 if not chain.scans[s]:
                     found[s] += self.leaf_items(number, level, s)
-        return [[w for item in _undominated(options) for w in item.ways()] for options in found]
+        return [_Ways.of_items(_undominated(options)) for options in found]
 
     def leaf_items(self, number: int, level: Level, s: int) -> Iterator[_Item]:
         stop = s + self.chain.lengths[s]
@@ -504,55 +550,71 @@ class Composer:
             found[self.schedule(choice, chosen, int(best[0][:, m].argmin()), m)] = None
         return list(found)
 
-    def table(self, slots: int) -> tuple[np.ndarray, np.ndarray, list[list[tuple[_Item, int]]]]:
+    def table(self, slots: int) -> tuple[np.ndarray, np.ndarray, list[_Ways]]:
         """Return the least work from each block on, the option that achieves it, and all options.
 
         The work and the options' numbers are indexed by the block, by whether a region begins there
         (1) or not (0), and by slots. The options are listed by their first block.
         """
-        k, size = self.chain.count, self.size
+        k = self.chain.count
         items, nested, layered = self.items, self.nested(slots), self.layered(slots)
         best = np.full((k + 1, 2, slots + 1), np.inf)
         best[k] = 0.0
         choice = np.full((k, 2, slots + 1), -1, dtype=int)
-        chosen: list[list[tuple[_Item, int]]] = []
+        chosen: list[_Ways] = []
         for t in range(k - 1, -1, -1):
-            around = (way for item in (*nested[t], *layered[t]) for way in item.ways())
+            around = [*nested[t], *layered[t]]
             if self.chain.graph.early:  # then another region must follow a region around regions
-                around = (way for way in around if way[1])
-            ways = [*items[t], *around]
-            chosen.append(ways)
-            options = _Options.of(ways, size)
-            for number in self.promising(options, best):
-                item, follower = ways[number]
-                kept, need = int(options.kept[number]), int(options.need[number])
-                value = best[item.last + 1, follower, need - kept : slots + 1 - kept] + item.work
-                inside = self.inside(item)
-                if inside is not None:
-                    room = int(options.room[number])
-                    value += inside[need - room : slots + 1 - room]
-                where = t, int(item.form != "plain"), slice(need, None)
-                _improve(best[where], choice[where], value, number)
+                around = [ways.some(ways.follower > 0) for ways in around]
+            chosen.append(items[t].joined(around))
+            options = _Options.of(t, chosen[-1], self.size)
+            numbers = self.promising(options, best)
+            self.improve(options.some(numbers), numbers.tolist(), best, choice)
         chosen.reverse()
         return best, choice, chosen
 
-    def promising(self, options: _Options, best: np.ndarray) -> list[int]:
+    def improve(
+        self, options: _Options, numbers: Sequence[int], best: np.ndarray, choice: np.ndarray
+    ) -> None:
+        """Find the least work from one block on, and the first option that achieves it.
+
+        Args:
+            options: the options that begin with the block.
+            numbers: their numbers, for ``choice``.
+            best, choice: the tables of `table`, filled for all later blocks.
+        """
+        first, slots = options.first, best.shape[-1] - 1
+        columns = (x.tolist() for x in options[1:])
+        for number, (last, form, level, follower, kept, room, need, work) in zip(
+            numbers, zip(*columns, strict=True), strict=True
+        ):
+            value = best[last + 1, follower, need - kept : slots + 1 - kept] + work
+            if form in (_LAYER, _NEST):
+                inside = self.inside(_FORMS[form], level, first, last)
+                value += inside[need - room : slots + 1 - room]
+            region = int(form > 0)
+            _improve(best[first, region, need:], choice[first, region, need:], value, number)
+
+    def promising(self, options: _Options, best: np.ndarray) -> np.ndarray:
         """Return the options from one block on that may be the best for some amount of memory.
 
         The function compares the options at sampled memory limits. The least work never rises with
         the limit. Hence, if an option at one sampled limit is worse than the best option is at the
-        limit before, it is also worse at every limit between the two.
+        limit before, it is also worse at every limit between the two. A look at few limits leaves
+        fewer options for the look at many.
         """
-        slots = best.shape[-1] - 1
-        at = np.append(np.arange(0, slots, max(1, slots // _LOOKS)), slots)
-        value = self.values(options, best, at)
-        fits, found = np.isfinite(value[:, 1:]), np.zeros(len(value), dtype=bool)
-        for region in (False, True):
-            these = options.region == region
-            if these.any():
-                least = value[these].min(axis=0)
-                found[these] = (fits[these] & (value[these, 1:] <= least[:-1])).any(axis=1)
-        return np.flatnonzero(found).tolist()
+        slots, numbers = best.shape[-1] - 1, np.arange(len(options.last))
+        for looks in (_LOOKS // 5, _LOOKS):
+            at = np.append(np.arange(0, slots, max(1, slots // looks)), slots)
+            some = options.some(numbers)
+            value = self.values(some, best, at)
+            fits, found = np.isfinite(value[:, 1:]), np.zeros(len(value), dtype=bool)
+            for these in (some.form == 0, some.form > 0):
+                if these.any():
+                    least = value[these].min(axis=0)
+                    found[these] = (fits[these] & (value[these, 1:] <= least[:-1])).any(axis=1)
+            numbers = numbers[found]
+        return numbers
 
     def values(self, options: _Options, best: np.ndarray, at: np.ndarray) -> np.ndarray:
         """Return the least work with each option, at some memory limits in slots."""
@@ -577,13 +639,13 @@ class Composer:
     def schedule(
         self,
         choice: np.ndarray,
-        chosen: list[list[tuple[_Item, int]]],
+        chosen: Sequence[_Ways],
         region: int,
         m: int,
     ) -> Schedule[int]:
         t, parts = 0, []
         while t < self.chain.count:
-            item, follower = chosen[t][choice[t][region][m]]
+            item, follower = chosen[t].item(t, choice[t, region, m])
             kept, _ = item.slots(self.size)
             parts += self.segment(item, m)
             m, t, region = m - kept, item.last + 1, follower
@@ -605,36 +667,45 @@ class Composer:
             return [self.layers[item.level].segment(item.first, item.last, room)]
         return [Segment(lo, hi, inside=self.backtrack(item.first, item.last, room))]
 
-    def inside(self, item: _Item) -> np.ndarray | None:
+    def inside(self, form: str, level: int, first: int, last: int) -> np.ndarray:
         """Return the least work of the regions inside an item, for each amount of memory."""
-        if item.form == "layer":
-            return self.layer_values[item.level, item.first, item.last - item.first]
-        return self.inner[item.first, item.last] if item.form == "nest" else None
+        if form == "layer":
+            return self.layer_values[level, first, last - first]
+        return self.inner[first, last]
 
-    def layered(self, slots: int) -> list[list[_Item]]:
+    def layered(self, slots: int) -> list[list[_Ways]]:
         """Return the "layer" items, by their first block."""
-        found: list[list[_Item]] = [[] for _ in range(self.chain.count)]
-        shape = len(self.layers), self.chain.count, _OUTER, slots + 1
+        k, layers = self.chain.count, self.layers
+        if not layers:
+            return [[] for _ in range(k)]
+        shape = len(layers), k, _OUTER, slots + 1
         if self.layer_values.shape != shape:
             self.layer_values = np.empty(shape)
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(layers):
             layer.solve(self.size, self.layer_values[number])
-            level = layer.level
-            total = np.concatenate([[0.0], np.cumsum(level.kept)])
-            for s, items in enumerate(found):
-                for t in layer.lasts(s):
-                    stay = float(total[t + 1] - total[s])
-                    kept = stay + float(level.out[s, t])
-                    spared = float(level.spared[s, t])
-                    items.append(_Item(s, t, "layer", number, kept, stay, 0.0, 0.0, spared))
+        total = np.zeros((len(layers), k + 1))
+        np.cumsum([layer.level.kept for layer in layers], axis=1, out=total[:, 1:])
+        found: list[list[_Ways]] = []
+        for s in range(k):
+            stop = min(s + _OUTER, k)
+            fits = np.isfinite(self.layer_values[:, s, 1 : stop - s, -1])
+            out, spared = (
+                np.array([x[s, s + 1 : stop] for x in some])[fits]
+                for some in zip(*((y.level.out, y.level.spared) for y in layers), strict=True)
+            )
+            number, length = np.nonzero(fits)
+            last = s + 1 + length
+            stay = total[number, last + 1] - total[number, s]
+            amounts = stay + out, stay, 0.0, 0.0, spared
+            found.append([_Ways.of(_LAYER, last, number, amounts)])
         return found
 
     # .. nested regions: the recursion for heterogeneous chains (Beaumont et al. 2019)
 
-    def nested(self, slots: int) -> list[list[_Item]]:
+    def nested(self, slots: int) -> list[list[_Ways]]:
         """Return the "nest" items, by their first block: regions that save nothing themselves."""
         chain, k, size = self.chain, self.chain.count, self.size
-        found: list[list[_Item]] = [[] for _ in range(k)]
+        found: list[list[_Ways]] = [[] for _ in range(k)]
         if chain.scans.any() or k > _NESTED or k < 3:
             return found
         out, forward = self.handed_on, self.forward
@@ -659,9 +730,9 @@ class Composer:
                     inside = inner[s, j, kept:] + (forward[j] - forward[s])
                     later = inner[s, j + 1 :, kept:]
                     np.minimum(later, ahead + inside, out=later)
-            for t in range(s + 2, k):
-                again = float(forward[t] - forward[s])
-                found[s].append(_Item(s, t, "nest", -1, float(out[s, t]), 0.0, 0.0, again))
+            last = np.arange(s + 2, k)
+            amounts = out[s, last], 0.0, 0.0, forward[last] - forward[s], 0.0
+            found[s].append(_Ways.of(_NEST, last, -1, amounts))
         return found
 
     @functools.cached_property

@@ -72,10 +72,11 @@ def test_the_chain_knows_what_its_schedules_take(share, monkeypatch):
         cost = simulate(graph, found)
         t, room, work = 0, m, 0.0
         while t < self.chain.count:
-            item, region = chosen[t][choice[t][region][room]]
+            item, region = chosen[t].item(t, choice[t, region, room])
             work += item.work
             if item.form in ("nest", "layer"):
-                work += self.inside(item)[room - item.room(size)]
+                inside = self.inside(item.form, item.level, item.first, item.last)
+                work += inside[room - item.room(size)]
             forms.add(item.form)
             room -= item.slots(size)[0]
             t = item.last + 1
