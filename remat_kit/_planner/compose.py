@@ -229,20 +229,23 @@ class Layer:
         k, slots = self.chain.count, found.shape[-1] - 1
         self.size, self.value, self.slots = size, found, self.needs(size)
         self.spare = np.empty((_OUTER, slots + 1))
-        self.value.fill(np.inf)
         # For each block, the fewest slots in which regions that begin with it fit, and the slots
         # from which on more memory does not lower their work. Between them lie the entries that
         # differ, often a small part of all.
         least, enough = [slots + 1] * (k + 1), [0] * (k + 1)
         for s in range(k - 1, -1, -1):
-            least[s], most = self.bounds_of(s, least, enough)
-            if least[s] <= slots:
-                most = min(most, slots)
-                self.fill(s, least, most)
-                value = self.value[s]
-                value[:, most + 1 :] = value[:, most : most + 1]
-                same = (value[:, : most + 1] == value[:, most : most + 1]).all(axis=0)
-                enough[s] = int(same.argmax())
+            value, (least[s], most) = self.value[s], self.bounds_of(s, least, enough)
+            if least[s] > slots:
+                value.fill(np.inf)
+                continue
+            most = min(most, slots)
+            value[:, : most + 1] = np.inf
+            self.fill(s, least, most)
+            value[:, most + 1 :] = value[:, most : most + 1]
+            differs = (value[:, least[s] : most] != value[:, most : most + 1]).any(axis=0)
+            enough[s] = (
+                least[s] + len(differs) - int(differs[::-1].argmax()) if differs.any() else least[s]
+            )
 
     def bounds_of(self, s: int, least: Sequence[int], enough: Sequence[int]) -> tuple[int, int]:
         """Return the fewest slots for regions that begin with a block, and slots that suffice.
@@ -539,6 +542,7 @@ class Composer:
             layers: the regions around smaller regions that may be used.
         """
         self.size, self.layers = top / slots, layers
+        self.picked: dict[tuple[int, int], tuple[_Item, int]] = {}  # the options of the schedules
         best, choice, chosen = self.table(slots)
         found: dict[Schedule[int], None] = {}
         previous = math.inf
@@ -619,20 +623,23 @@ class Composer:
     def values(self, options: _Options, best: np.ndarray, at: np.ndarray) -> np.ndarray:
         """Return the least work with each option, at some memory limits in slots."""
 
-        def left(amount: np.ndarray) -> np.ndarray:
-            return np.maximum(at - amount[:, None], 0)
+        columns = best.shape[-1]
 
-        value = best[options.last[:, None] + 1, options.follower[:, None], left(options.kept)]
+        def entries(table: np.ndarray, row: np.ndarray, taken: np.ndarray) -> np.ndarray:
+            """Return the entries of some rows of a table for the memory that is left."""
+            left = np.maximum(at - taken[:, None], 0)
+            left += row[:, None] * columns
+            return table.reshape(-1).take(left)
+
+        value = entries(best, 2 * (options.last + 1) + options.follower, options.kept)
         value += options.work[:, None]
+        first, k = options.first, self.chain.count
         for form, store in ((_LAYER, self.layer_values), (_NEST, self.inner)):
-            these = options.form == form
-            if these.any():
-                level, last = options.level[these, None], options.last[these, None]
-                room = left(options.room[these])
-                if form == _LAYER:
-                    value[these] += store[level, options.first, last - options.first, room]
-                else:
-                    value[these] += store[options.first, last, room]
+            these = np.flatnonzero(options.form == form)
+            if len(these):
+                level, last = options.level[these], options.last[these]
+                row = (level * k + first) * _OUTER - first if form == _LAYER else first * k
+                value[these] += entries(store, row + last, options.room[these])
         value[at < options.need[:, None]] = np.inf
         return value
 
@@ -645,7 +652,10 @@ class Composer:
     ) -> Schedule[int]:
         t, parts = 0, []
         while t < self.chain.count:
-            item, follower = chosen[t].item(t, choice[t, region, m])
+            number = int(choice[t, region, m])
+            if (t, number) not in self.picked:
+                self.picked[t, number] = chosen[t].item(t, number)
+            item, follower = self.picked[t, number]
             kept, _ = item.slots(self.size)
             parts += self.segment(item, m)
             m, t, region = m - kept, item.last + 1, follower
@@ -710,7 +720,10 @@ class Composer:
             return found
         out, forward = self.handed_on, self.forward
         # The least work for blocks s..t, indexed by s, t and slots.
-        self.inner = inner = np.full((k, k, slots + 1), np.inf)
+        if self.inner.shape != (k, k, slots + 1):
+            self.inner = np.empty((k, k, slots + 1))
+        inner = self.inner
+        inner.fill(np.inf)
         self.single_slots = [self.slots_inside(b) for b in range(k)]
         for s in range(k - 1, -1, -1):
             for (item, made_again), (alone, kept, need) in zip(

@@ -132,6 +132,9 @@ class Cutter:
         # Build the edges only once, because from one cut to the next only the capacities change.
         edges = [*self.priced(offset), *self.endless(offset, always, instead)]
         self.rows, self.columns = np.array(edges, dtype=int).reshape(-1, 2).T
+        self.order = np.lexsort((self.columns, self.rows)).astype(np.int32)
+        starts = np.searchsorted(self.rows[self.order], np.arange(self.size + 1))
+        self.sparse = self.columns[self.order].astype(np.int32), starts.astype(np.int32)
         self.bytes = np.array([graph.tensors[t].bytes for t in self.tensors], dtype=float)
         work = worth.equations(graph)
         self.work = np.array([work[i] for i in self.equations])
@@ -165,7 +168,8 @@ class Cutter:
         free = set(free)
         keeping = self.bytes
         if free:
-            keeping = np.where([t in free for t in self.tensors], 0.0, keeping)
+            paid = [t not in free for t in self.tensors]
+            keeping = keeping * paid
         sizes = np.concatenate([keeping, 0 * self.work, self.instead])
         costs = price * sizes
         costs[len(keeping) : len(keeping) + len(self.work)] = self.work
@@ -175,9 +179,8 @@ class Cutter:
         endless = 2**30
         capacities = np.full(len(self.rows), endless, dtype=np.int64)
         capacities[: len(costs)] = np.minimum(np.floor(costs * scale), endless).astype(np.int64)
-        matrix = csr_matrix(
-            (capacities.astype(np.int32), (self.rows, self.columns)), (self.size, self.size)
-        )
+        edges = capacities[self.order].astype(np.int32), *self.sparse
+        matrix = csr_matrix(edges, (self.size, self.size))
         flow = maximum_flow(matrix, 0, 1)
         residual = matrix - flow.flow
         residual.data[residual.data < 0] = 0

@@ -157,12 +157,12 @@ class Simulation:
 
     def run(self, schedule: Schedule[int]) -> Simulated:
         held = self.held(schedule)
-        on_host = frozenset().union(*(s.offload for s in schedule)) if schedule else frozenset()
-        saved = frozenset().union(*held) if held else frozenset()
+        on_host = frozenset().union(*(s.offload for s in schedule))
+        saved = frozenset().union(*held)
         twice = self.twice(schedule, held)
         own = sum(self.own_bytes(s) for s in schedule) + sum(twice)
         host = self.bytes(saved & on_host)
-        self.forward(schedule, held)
+        self.forward(schedule, saved)
         self.seconds += 2 * host / self.host_bandwidth
         self.backward(schedule, held, 0, frozenset(), on_host, twice)
         if self.graph.early:
@@ -269,13 +269,13 @@ class Simulation:
         if live > self.peak:
             self.peak, self.where, self.kind = int(live), (segment.start, segment.stop), kind
 
-    def forward(self, schedule: Sequence[Segment[int]], held: Sequence[frozenset[int]]) -> None:
+    def forward(self, schedule: Sequence[Segment[int]], kept: frozenset[int]) -> None:
         """Note the live bytes of the first forward pass after each equation.
 
-        Live are the saved arrays that have been computed, and all arrays that later equations read.
+        Live are those of the arrays ``kept`` that have been computed, and all arrays that later
+        equations read.
         """
         graph = self.graph
-        kept = frozenset().union(*held) if held else frozenset()
         steps = graph.written_steps.copy()
         at, amounts, fused = graph.kept_steps
         some = np.fromiter(kept, int, len(kept))
@@ -296,9 +296,10 @@ class Simulation:
                     steps[i] += loop_bytes(e.loop, plan) - e.made_in_memory
         # Add the memory that the compiler reserves for gradients from the start.
         live = np.cumsum(steps) + graph.standing_bytes[-1]
-        for segment in schedule:
-            if segment.stop > segment.start:
-                self.note(float(live[segment.start : segment.stop].max()), segment, "forward")
+        if schedule := [s for s in schedule if s.stop > s.start]:
+            most = np.maximum.reduceat(live[: schedule[-1].stop], [s.start for s in schedule])
+            number = int(most.argmax())
+            self.note(float(most[number]), schedule[number], "forward")
 
     def backward(
         self,
@@ -322,18 +323,20 @@ class Simulation:
         own = [self.own_bytes(s) for s in schedule]
         if twice:
             own = [a + b for a, b in zip(own, twice, strict=True)]
-        # For each segment, the tensors that neither it nor an earlier one finds there. One set for
-        # all segments takes less time than the union of all earlier ones for each.
+        # For each segment, `mine` holds the tensors that no earlier segment needs. One set of what
+        # is there takes less time than the union of all earlier segments for each segment.
         there, mine, levels, away = set(given), [], [base], []
         for tensors, made in zip(held, own, strict=True):
             away.append(self.bytes((on_host & there) - tensors) if on_host else 0)
-            mine.append(tensors - there)
+            # A set keeps its hash, and the walks of segments are found by these sets.
+            mine.append(tensors if tensors.isdisjoint(there) else tensors - there)
             levels.append(levels[-1] + self.bytes(mine[-1]) + made)
             there.update(mine[-1])
         for number in range(len(schedule) - 1, -1, -1):
             segment = schedule[number]
             level = levels[number + 1] - away[number] + self.cotangents_across(segment.stop)
-            self.segment(segment, level, given | held[number], mine[number])
+            live = given | held[number] if given else held[number]
+            self.segment(segment, level, live, mine[number])
 
     def rebuilt_early(self, schedule: Sequence[Segment[int]]) -> None:
         """Note the peak if XLA:CPU recomputes the last region before the derivatives after it.
