@@ -23,11 +23,10 @@ between the equations. The backward pass reads the results of both ``tanh``, ten
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -244,16 +243,29 @@ class CostGraph:
         """
         out = [0] * len(self.equations)
         out.append(sum(e.loop.copied_bytes for e in self.equations if e.loop is not None))
-        arrays = sorted((t.bytes, t.producer) for t in self.tensors if t.in_memory)
+        begins: dict[int, list[int]] = {}  # where gradients begin, by their bytes
         for tensor in self.tensors:
-            size = tensor.gradient_bytes
-            if size and tensor.users:
-                begins = tensor.users[-1]
-                first = bisect.bisect_left(arrays, (size // 2, 0))
-                last = bisect.bisect_right(arrays, (size, len(out)))
-                later = (p for _, p in arrays[first:last] if self.reuses and p > begins)
-                out[begins if self.stacked else min(later, default=-1)] += size
+            if tensor.gradient_bytes and tensor.users:
+                begins.setdefault(tensor.gradient_bytes, []).append(tensor.users[-1])
+        for size, places in begins.items():
+            for place in places if self.stacked else self._reusing(size, places):
+                out[place] += size
         return tuple(reversed(list(itertools.accumulate(reversed(out)))))
+
+    def _reusing(self, size: int, begins: Sequence[int]) -> list[int]:
+        """Return the first equations after some others whose arrays nearly have a size, or -1."""
+        if not self.reuses:
+            return [-1] * len(begins)
+        made, sizes = self._written
+        fitting = made[(sizes >= size // 2) & (sizes <= size)]
+        return np.append(fitting, -1)[np.searchsorted(fitting, begins, side="right")].tolist()
+
+    @functools.cached_property
+    def _written(self) -> tuple[np.ndarray, np.ndarray]:
+        """The producers of the arrays in memory, in order, and the bytes of these arrays."""
+        arrays = sorted((t.producer, t.bytes) for t in self.tensors if t.in_memory)
+        made, sizes = np.array(arrays, dtype=int).reshape(-1, 2).T
+        return made, sizes
 
     @functools.cached_property
     def begun_bytes(self) -> list[int]:

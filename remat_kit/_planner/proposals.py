@@ -45,6 +45,7 @@ equations run three times.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -220,6 +221,14 @@ def _neighbours(graph: CostGraph, schedule: Schedule[int]) -> Iterable[Schedule[
         if after and not after[0].inside and not after[0].loops:
             both = Segment(s.start, after[0].stop, save=s.save | after[0].save)
             yield (*before, both, *after[1:])
+
+
+def _divided(graph: CostGraph, keep: Iterable[int], cuts: Sequence[int]) -> Iterator[Segment[int]]:
+    """Yield one region between each two cuts, which saves those arrays of a set that it makes."""
+    kept = sorted((graph.tensors[t].producer, t) for t in keep)
+    for lo, hi in itertools.pairwise(cuts):
+        first, last = (bisect.bisect_left(kept, (cut, -1)) for cut in (lo, hi))
+        yield Segment(lo, hi, save=frozenset(t for _, t in kept[first:last]))
 
 
 def _part(graph: CostGraph, s: Segment[int], lo: int, hi: int) -> Segment[int]:
@@ -400,10 +409,7 @@ def _even(
     keeps = keeps[:: 1 if n < _MIDDLE else 4]  # the first set is empty, so it saves nothing
     for cuts in dict.fromkeys(tuple(cuts) for cuts in sets if len(cuts) < 200):
         for keep in dict.fromkeys([*keeps, _products(graph)]):
-            parts = [
-                _useful(graph, _part(graph, Segment(0, n, save=keep), a, b))
-                for a, b in itertools.pairwise(cuts)
-            ]
+            parts = [_useful(graph, part) for part in _divided(graph, keep, cuts)]
             yield tuple(parts)
             yield (*parts[:-1], Segment(cuts[-2], n, plain=True))
             yield joined(
@@ -447,20 +453,19 @@ def presets(graph: CostGraph) -> Iterator[tuple[str, Schedule[int]]]:
     iteration of a scan. The regions save nothing ("nothing, per block") or the results of matrix
     products ("dots, per block").
     """
-    n = len(graph.equations)
     paths = [e.module.split("/") for e in graph.equations]
     scans = {e.index: e.loop for e in graph.equations if e.loop is not None}
     cuts = sorted({*_modules(graph, 2), *_around_scans(graph)})
     for name, kept in (("nothing", lambda part: frozenset[int]()), ("dots", _products)):
         schedule = []
-        for lo, hi in itertools.pairwise(cuts):
+        for part in _divided(graph, kept(graph), cuts):
+            lo, hi = part.start, part.stop
             if lo in scans:
                 loop = scans[lo]
                 body = (Segment(0, len(loop.graph.equations), save=kept(loop.graph)),)
                 loops = ((lo, (LoopPart(loop.length, 1, body),)),)
                 schedule.append(Segment(lo, hi, plain=True, loops=loops))
             elif len(paths[lo]) > 1:
-                part = _part(graph, Segment(0, n, save=kept(graph)), lo, hi)
                 schedule.append(_useful(graph, part))
             else:
                 schedule.append(Segment(lo, hi, plain=True))
@@ -653,9 +658,7 @@ def _regions(graph: CostGraph, worth: Worth) -> Iterator[Schedule[int]]:
     cuts = coarser(graph, positions(graph, list(keeps)), list(keeps), most=8)
     for keep in keeps:
         yield (Segment(0, n, save=keep),)
-        yield tuple(
-            _part(graph, Segment(0, n, save=keep), a, b) for a, b in itertools.pairwise(cuts)
-        )
+        yield tuple(_divided(graph, keep, cuts))
 
 
 def _convex(items: Sequence[_T], at: Sequence[tuple[float, float]]) -> list[_T]:
