@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from planner_graphs import tower, traced
 from shapes import struct
@@ -9,6 +10,8 @@ from shapes import struct
 from remat_kit._planner import compose as _compose
 from remat_kit._planner import mincut as _mincut
 from remat_kit._planner import proposals as _proposals
+from remat_kit._planner.chain import Chain
+from remat_kit._planner.chain import positions as _positions
 from remat_kit._planner.simulate import simulate
 from remat_kit._policy.schedule import Segment
 
@@ -90,3 +93,61 @@ def test_the_chain_knows_what_its_schedules_take(share, monkeypatch):
     for room, peak, work, extra in seen:
         assert 0.85 * room <= peak <= 1.05 * room
         assert extra == pytest.approx(work, rel=1e-6, abs=1e-12)
+
+
+def least_work(layer, slots):
+    """The table of `Layer.solve`, by every part of every run of blocks at every limit."""
+    k, longest = layer.chain.count, layer.value.shape[1]
+    found = np.full((k, longest, slots + 1), np.inf)
+    for s in range(k - 1, -1, -1):
+        for part, (alone, need, kept) in zip(layer.parts[s], layer.slots[s], strict=True):
+            for last in range(part.last, min(k, s + longest)):
+                for m in range(alone if last == part.last else need, slots + 1):
+                    if last == part.last:
+                        work = part.less
+                    else:
+                        work = found[part.last + 1, last - part.last - 1, m - kept] + part.work
+                    found[s, last - s, m] = min(found[s, last - s, m], work)
+    return found
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.3])
+def test_a_layer_finds_the_least_work_for_each_amount_of_memory(share):
+    graph = tower(12, batch=256)
+    cuts = [*range(0, len(graph.equations) - 2, 2), len(graph.equations)]
+    chain = Chain(graph, cuts)
+    residuals = sorted(graph.residuals)
+    level = chain.level(frozenset(residuals[::3]))
+    more = [frozenset(), frozenset(residuals), frozenset(residuals[::2])]
+    layer = _compose.Layer(chain, level, more)
+    slots = 24
+    size = share * float(chain.plain.sum()) / slots
+    table = np.empty((chain.count, 24, slots + 1))
+    layer.solve(size, table)
+    assert np.array_equal(table, least_work(layer, slots))
+    fits = np.argwhere(np.isfinite(table))
+    assert len(fits) > 100
+    for s, length, m in fits[:: max(1, len(fits) // 50)].tolist():
+        region = layer.segment(s, s + length, m)
+        assert (region.start, region.stop) == (cuts[s], cuts[s + length + 1])
+
+
+def test_a_short_look_drops_no_option_that_is_the_best_anywhere(monkeypatch):
+    graph = tower(24, batch=256)
+    chain = Chain(graph, _positions(graph))
+    levels = [chain.level(frozenset(some)) for some in ((), graph.residuals[::2], graph.residuals)]
+
+    def tables():
+        composer = _compose.Composer(chain, levels, {})
+        layers = [_compose.Layer(chain, levels[0], [frozenset(graph.residuals[::2])])]
+        found = composer.solve(1.2 * float(chain.plain.sum()), 200, layers)
+        return found, composer.table(200)[:2]
+
+    looked, (best, choice) = tables()
+    every = lambda self, options, best: np.arange(len(options.last))  # noqa: E731
+    monkeypatch.setattr(_compose.Composer, "promising", every)
+    compared, (least, chosen) = tables()
+    assert looked == compared
+    assert len(looked) > 10
+    assert np.array_equal(best, least)
+    assert np.array_equal(choice, chosen)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from planner_graphs import traced
 from shapes import struct
 
@@ -89,3 +90,56 @@ def test_gradients_of_an_iteration_are_no_results_yet():
     # In an iteration those of its matrix and of what came in, and none before it begins.
     assert scan.graph.standing_bytes[0] == 3 * 1024
     assert scan.graph.standing_bytes[-1] == 0
+
+
+def crossed(graph, position):
+    """The tensors that cross a position, by a look at all of them."""
+    alive = (t for t in graph.tensors if t.producer >= 0 and t.users)
+    return {t.index for t in alive if t.producer < position <= t.users[-1]}
+
+
+@pytest.mark.parametrize("depth", [3, 32, 100])
+def test_cuts_know_what_crosses_them(depth):
+    def loss(ws, x):
+        first = y = jnp.exp(x)
+        for w in ws:
+            y = jnp.tanh(y @ w)
+        return jnp.sum(y * first)
+
+    graph = traced(loss, [struct(16, 16)] * depth, struct(32, 16))
+    for position in range(len(graph.equations) + 1):
+        found = graph.crossing(position)
+        assert set(found) == crossed(graph, position)
+        assert len(found) == len(set(found))
+
+
+def test_a_cut_looks_at_few_tensors_of_a_long_program():
+    loss, args = chain(1000)
+    graph = traced(loss, *args)
+    assert max(map(len, graph._spans)) < 200
+
+
+def test_memory_is_reserved_until_an_array_of_nearly_that_size_is_free():
+    """Each gradient by a look at all arrays, for sizes that fit and sizes that do not."""
+
+    def loss(ws, x):
+        for a, b in ws:
+            x = x + jnp.tanh(jnp.sin(x @ a) @ b)
+        return jnp.sum(x)
+
+    widths = (16, 48, 128, 16, 512, 20)
+    weights = [(struct(32, w), struct(w, 32)) for w in widths]
+    graph = traced(loss, weights, struct(64, 32))
+    reserved = [0] * (len(graph.equations) + 1)
+    for t in graph.tensors:
+        if t.gradient_bytes and t.users:
+            size, begins = t.gradient_bytes, t.users[-1]
+            later = [
+                other.producer
+                for other in graph.tensors
+                if other.in_memory and size // 2 <= other.bytes <= size and other.producer > begins
+            ]
+            reserved[min(later, default=-1)] += size
+    assert reserved[-1]
+    assert sum(map(bool, reserved)) > 2
+    assert list(graph.standing_bytes) == [sum(reserved[i:]) for i in range(len(reserved))]
