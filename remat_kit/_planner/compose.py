@@ -243,9 +243,7 @@ class Layer:
             self.fill(s, least, most)
             value[:, most + 1 :] = value[:, most : most + 1]
             differs = (value[:, least[s] : most] != value[:, most : most + 1]).any(axis=0)
-            enough[s] = (
-                least[s] + len(differs) - int(differs[::-1].argmax()) if differs.any() else least[s]
-            )
+            enough[s] = least[s] + max(np.flatnonzero(differs).tolist(), default=-1) + 1
 
     def bounds_of(self, s: int, least: Sequence[int], enough: Sequence[int]) -> tuple[int, int]:
         """Return the fewest slots for regions that begin with a block, and slots that suffice.
@@ -265,7 +263,7 @@ class Layer:
         value = self.value[s]
         for part, (alone, need, kept) in zip(self.parts[s], self.slots[s], strict=True):
             length = part.last - s
-            if alone <= most and part.less < value[length, alone]:
+            if alone <= most:
                 own = value[length, alone : most + 1]
                 np.minimum(own, part.less, out=own)
             start = max(need, kept + least[part.last + 1])
@@ -406,9 +404,11 @@ class _Ways(NamedTuple):
         kept, stay, working, work, spared = (np.broadcast_to(x, count) for x in amounts)
         follower = np.tile([1, 0], count)
         before = np.stack([kept, kept - spared], axis=1).ravel()
-        same = (np.repeat(np.broadcast_to(x, count), 2) for x in (last, form, level))
-        alike = (np.repeat(x, 2) for x in (stay, working, work))
-        return cls(*same, follower, before, *alike)
+        last, form, level, stay, working, work = (
+            np.repeat(np.broadcast_to(x, count), 2)
+            for x in (last, form, level, stay, working, work)
+        )
+        return cls(last, form, level, follower, before, stay, working, work)
 
     @classmethod
     def of_items(cls, items: Sequence[_Item]) -> _Ways:
