@@ -53,11 +53,12 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from remat_kit._errors import InternalError
 from remat_kit._planner.chain import EVERY, Chain, Level
 from remat_kit._planner.simulate import loop_cost
 from remat_kit._policy.schedule import LoopPlan, Schedule, Segment
@@ -96,12 +97,16 @@ class _Choice(Protocol):
 _C = TypeVar("_C", bound=_Choice)
 
 
-def _undominated(choices: Sequence[_C]) -> list[_C]:
+def _undominated(choices: Iterable[_C]) -> list[_C]:
     """Remove each choice that has no advantage in work or bytes over one for the same blocks."""
+    # Many levels save the same arrays of a block, so most choices equal an earlier one.
+    apart: dict[tuple[float, ...], _C] = {}
+    for choice in choices:
+        apart.setdefault((choice.work, *choice.takes(), choice.last), choice)
     kept: list[_C] = []
     by_last: dict[int, list[tuple[float, ...]]] = {}
-    for choice in sorted(choices, key=lambda c: (c.work, *c.takes())):
-        others, takes = by_last.setdefault(choice.last, []), choice.takes()
+    for key, choice in sorted(apart.items(), key=lambda pair: pair[0][:-1]):
+        others, takes = by_last.setdefault(choice.last, []), key[1:-1]
         if not any(all(map(operator.le, other, takes)) for other in others):
             others.append(takes)
             kept.append(choice)
@@ -290,7 +295,7 @@ class Layer:
                 ahead = self.value[part.last + 1, last - part.last - 1, room - kept]
                 if ahead + part.work == least:
                     return number
-        raise AssertionError("no inner region leads to this entry")
+        raise InternalError("no inner region leads to an entry of `Layer.solve`")
 
     def segment(self, first: int, last: int, room: int) -> Segment[int]:
         """Return the outer region over some blocks with the least work in ``room`` slots."""
@@ -803,7 +808,7 @@ class Composer:
                 inside = inner[s, j, room] + (self.forward[j] - self.forward[s])
                 if inner[j + 1, t, room - kept] + inside == least:
                     return _REGION + j
-        raise AssertionError("no choice leads to this entry")
+        raise InternalError("no choice leads to an entry of `Composer.nested`")
 
     def backtrack(self, s: int, t: int, room: int) -> Schedule[int]:
         cuts, parts = self.chain.cuts, []
