@@ -195,7 +195,7 @@ class Level:
     spared: np.ndarray
 
 
-class Regions(NamedTuple):
+class LevelRegions(NamedTuple):
     """The regions of consecutive blocks that save one level and contain no other region.
 
     The region of blocks ``s..s + d`` is at ``[s, d]``. At most `LONGEST` blocks form a region, and
@@ -225,7 +225,7 @@ class Chain:
         self.work = _exact(np.array(worth.equations(graph)))
         self.levels: dict[frozenset[int], Level] = {}
         self.made_regions: dict[tuple[int, int, frozenset[int]], Segment[int]] = {}
-        self.alone: dict[frozenset[int], Regions] = {}
+        self.alone: dict[frozenset[int], LevelRegions] = {}
         self.cuts = list(cuts)
         self.count = len(cuts) - 1
         self.block = np.zeros(len(graph.equations) + 1, dtype=int)
@@ -440,7 +440,7 @@ class Chain:
         made = [t for t in arrays if lo <= self.producers[t] < hi]
         return float(self.work[list(closure(self.graph, made, frozenset(), lo, hi).again)].sum())
 
-    def regions(self, level: Level) -> Regions:
+    def regions(self, level: Level) -> LevelRegions:
         """Return the bytes and the work of the regions that save a level."""
         found = self.alone.get(level.keep)
         if found is None:
@@ -451,7 +451,7 @@ class Chain:
             wanted = ((t, bits) for t, bits in self.wanted.items() if t not in keep)
             again = self.again(keep, wanted)
             peaks = self.peaks(self.sums(again, written))
-            found = self.alone[keep] = Regions(peaks, self.sums(again, self.work))
+            found = self.alone[keep] = LevelRegions(peaks, self.sums(again, self.work))
         return found
 
     def peaks(self, written: np.ndarray) -> np.ndarray:
