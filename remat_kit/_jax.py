@@ -1194,6 +1194,14 @@ def innermost_gradient() -> CallBeingTraced | None:
     return found
 
 
+def is_outside_of_traces() -> bool:
+    """Tell whether no function is being traced, so that operations run one by one.
+
+    `trace_state_clean` is the same in 0.10.2, 0.11.2 and 0.12.
+    """
+    return core.trace_state_clean()
+
+
 def is_traced_by_jit(x: Any) -> bool:
     """Tell whether a tracer stands for a value of a program that is being traced.
 

@@ -111,8 +111,12 @@ class StepCalls:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function as a step."""
-        with self.catching():
-            result = self.fn(*args, **kwargs)
+        runs_one_by_one = _jax.is_outside_of_traces() and not _is_jitted(self.fn)
+        try:
+            with self.catching():
+                result = self.fn(*args, **kwargs)
+        except PolicyError as error:
+            raise (_should_be_jitted(error) if runs_one_by_one else error) from None
         if self.known is None:
             self.known = bool(self.seen)
         elif not self.seen and not self.is_warned:
@@ -214,6 +218,19 @@ def matches(pattern: str, name: str) -> bool:
     """
     own = name.rpartition("/")[2]
     return any(_patterns.prefix_matching(pattern, n) == n for n in (name, own))
+
+
+def _is_jitted(fn: Callable[..., Any]) -> bool:
+    return _jax.is_jitted(fn) or _flax.is_nnx_jitted(fn)
+
+
+def _should_be_jitted(error: PolicyError) -> PolicyError:
+    return PolicyError(
+        error.message,
+        hint="jit the step, with jax.jit or nnx.jit: outside of jit it may run other operations "
+        "than the plan was made for, as Flax NNX does to update its counters. If it is jitted: "
+        + (error.hint or "see the documentation of policy"),
+    )
 
 
 def is_jitted_step(fn: Callable[..., Any], args: Any) -> bool:

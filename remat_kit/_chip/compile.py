@@ -249,12 +249,12 @@ def without_policy(
         return None
     store = default_cache() if cache else None
     try:
-        asked = _asked(
+        job = _job(
             bare, args, compiled.chip, None, donate_argnums, compiler_options, None, "measure"
         )
-        if compiled.memory.compile_seconds > _CHEAP_SECONDS and not asked.is_known(store):
+        if compiled.memory.compile_seconds > _CHEAP_SECONDS and not job.is_known(store):
             return None
-        return asked.compiled(store, run=False).memory
+        return job.compiled(store, run=False).memory
     except RematKitError:
         return None
 
@@ -320,12 +320,12 @@ def compile_program(
     Raises:
         RematKitError: as for `measure`.
     """
-    asked = _asked(fn, args, target, argnums, donate_argnums, compiler_options, optimizer, call)
-    return asked.compiled(default_cache() if cache else None, run)
+    job = _job(fn, args, target, argnums, donate_argnums, compiler_options, optimizer, call)
+    return job.compiled(default_cache() if cache else None, run)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _CompileJob:
     """A program that is lowered for a chip, and with it what the compiler is asked.
 
     Attributes:
@@ -368,7 +368,7 @@ class _Asked:
         return dataclasses.replace(found, memory=memory, meshes=lowered.meshes)
 
 
-def _asked(
+def _job(
     fn: Callable[..., Any],
     args: Sequence[Any],
     target: str | Target,
@@ -377,7 +377,7 @@ def _asked(
     compiler_options: Options | None,
     optimizer: Any,
     call: str,
-) -> _Asked:
+) -> _CompileJob:
     """Trace and lower a program."""
     chip = _target_of(target)
     _require(chip, call)
@@ -395,7 +395,7 @@ def _asked(
     _check_devices(program, lowered.devices, call)
     chip = for_devices(chip, lowered.devices, call)
     request = None if is_local else _request(lowered, chip, options)
-    return _Asked(call, program, lowered, chip, options, added, request)
+    return _CompileJob(call, program, lowered, chip, options, added, request)
 
 
 def _check_devices(program: _traced.CompilableProgram, devices: int, call: str) -> None:

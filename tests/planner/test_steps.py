@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from interpreter import one_by_one
 from step_programs import updated
 
 import remat_kit
-from remat_kit import _jax, policy, testing
+from remat_kit import PolicyError, _jax, policy, testing
 from remat_kit._chip.compile import compile_program
 from remat_kit._planner import steps
 
@@ -113,3 +114,30 @@ def test_the_frontier_of_a_step_counts_what_is_beside_the_loss():
         remat_kit.estimate(fn, weights, x, checkpoints=["block_3"]) for fn in (step, deep)
     )
     assert one.extra_flops == other.extra_flops
+
+
+def test_a_plan_of_an_nnx_step_that_is_not_jitted_says_to_jit_it():
+    """Outside of jit, NNX updates its counters by scattering, which no plan of the step has."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(64, 64, rngs=rngs) for _ in range(6)])
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = self.dropout(jnp.tanh(layer(x)))
+            return jnp.mean(x**2)
+
+    def step(net, x):
+        value, gradient = nnx.value_and_grad(lambda net: net(x))(net)
+        nnx.update(net, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(net, nnx.Param), gradient))
+        return value
+
+    net, x = Net(nnx.Rngs(0)), jnp.ones((512, 64))
+    plan = remat_kit.plan(step, net, x, budget="min")
+    with pytest.raises(PolicyError, match=r"hint: jit the step, with jax\.jit or nnx\.jit"):
+        policy(plan)(step)(net, x)
+    again, net = nnx.clone(net), nnx.clone(net)
+    value = float(nnx.jit(policy(plan)(step))(net, x))
+    assert value == pytest.approx(float(nnx.jit(step)(again, x)), rel=1e-6)
