@@ -35,15 +35,24 @@ Options = Mapping[str, str | int | bool]
 # -- TPUs -----------------------------------------------------------------------------------
 # The memory is the limit that the compiler enforces for each device. The rates are Google's for a
 # chip, halved if a chip is two devices. Google does not publish the link to the host, so we assume
-# PCIe of the generation of the host. The rate of the links between chips (ICI) is the one along one
-# axis of the slice, in one direction of data: Google's bidirectional bandwidth of a chip by its
-# number of ports. It is 1200 GB/s and 6 ports for v5p and TPU7x, 400 GB/s and 4 ports for v5e,
-# 800 GB/s and 4 ports for v6e (https://docs.cloud.google.com/tpu/docs/v5p, v5e, v6e, tpu7x), and
-# 2400 Gbit/s in each direction and 6 ports for v4. A link of v2 and of v3 has 496 and 656 Gbit/s in
-# each direction (Jouppi et al., "A domain-specific supercomputer for training deep neural
-# networks", CACM 2020). The memory of a host is that of Google's virtual machines by their devices:
-# 448 GB for 4 chips of v5p, 512 GiB for 8 of v5e, 1536 GiB for 8 of v6e, 407 GiB for 4 of v4,
-# 960 GB for 4 of TPU7x, 340 GB for the 4 chips of v2 and v3.
+# PCIe of the generation of the host.
+#
+# The rate of the links between chips (ICI) is the one along one axis of the slice, over the two
+# links of the axis, in one direction of data:
+# - v5e, v5p, v6e, TPU7x: the bidirectional bandwidth of a chip by its number of ports, which is
+#   400 GB/s by 4, 1200 by 6, 800 by 4 and 1200 by 6 (docs.cloud.google.com/tpu/docs/v5e, v5p, v6e,
+#   and Google's announcement of Ironwood: 9.6 Tbit/s).
+# - v4: 50 GB/s for each link and direction (Jouppi et al., "TPU v4", ISCA 2023, table 4).
+# - v3: 82 GB/s, so that the 4 links of 1024 chips have the 340 TB/s of all-reduce of a pod in
+#   docs.cloud.google.com/tpu/docs/v3. The paper about v4 has 70 GB/s, and Google DeepMind's "How to
+#   Scale Your Model" 100.
+# - v2: 500 Gbit/s (Norrie et al., "The design process for Google's training chips", 2021).
+# For v4, v5e, v5p and v6e, "How to Scale Your Model" has a tenth less.
+#
+# The memory of a host is that of Google's virtual machines, by their devices. Their GB are GiB: 340
+# for ct3-hightpu-4t, 407 for ct4p-hightpu-4t, 384 for ct5lp-hightpu-8t, 448 for ct5p-hightpu-4t,
+# 1440 for ct6e-standard-8t and 960 for tpu7x-standard-4t (`gcloud compute machine-types list` and
+# docs.cloud.google.com/compute/docs/tpus/tpu-machines). That of v2 is assumed to be that of v3.
 
 
 @dataclass(frozen=True)
@@ -78,13 +87,13 @@ TPUS: dict[str, _Tpu] = {
     "tpu-v2": _Tpu(
         *("v2:2x2", 7.48, 350e9, _tpu_flops(23), 16e9, "TPU v2, one core of two"),
         ici=62e9,
-        host_memory_bytes=340 * 10**9 // 8,
+        host_memory_bytes=340 * GIB // 8,
         devices_per_chip=2,
     ),
     "tpu-v3": _Tpu(
         *("v3:2x2", 15.48, 450e9, _tpu_flops(61.5), 16e9, "TPU v3, one core of two"),
         ici=82e9,
-        host_memory_bytes=340 * 10**9 // 8,
+        host_memory_bytes=340 * GIB // 8,
         devices_per_chip=2,
     ),
     "tpu-v4": _Tpu(
@@ -96,23 +105,23 @@ TPUS: dict[str, _Tpu] = {
     "tpu-v5e": _Tpu(
         *("v5e:1x1", 15.75, 819e9, _tpu_flops(197, narrow="int8"), 32e9, "TPU v5e"),
         ici=100e9,
-        host_memory_bytes=512 * GIB // 8,
+        host_memory_bytes=384 * GIB // 8,
     ),
     "tpu-v5p": _Tpu(
         *("v5p:2x2x1", 95.73, 2765e9, _tpu_flops(459, narrow="int8"), 32e9, "TPU v5p"),
         ici=200e9,
-        host_memory_bytes=448 * 10**9 // 4,
+        host_memory_bytes=448 * GIB // 4,
     ),
     "tpu-v6e": _Tpu(
         *("v6e:1x1", 31.24, 1640e9, _tpu_flops(918, narrow="int8"), 32e9, "TPU v6e"),
         ici=200e9,
-        host_memory_bytes=1536 * GIB // 8,
+        host_memory_bytes=1440 * GIB // 8,
     ),
     "tpu-7x": _Tpu(
         *("tpu7x:1x1x1", 94.74, 3690e9, _tpu_flops(1153.5, narrow="float8"), 64e9),
         "TPU7x, one core of two",
         ici=100e9,
-        host_memory_bytes=960 * 10**9 // 8,
+        host_memory_bytes=960 * GIB // 8,
         devices_per_chip=2,
     ),
 }
@@ -233,28 +242,38 @@ class Links:
 
 # NVLink: NVIDIA's data sheets of the cards, of which a half is one direction: 160 GB/s for P100,
 # 300 for V100, 600 for A100, 900 for H100 and H200, 1800 for B200, B300, GB200 and GB300. Network
-# and host memory: data sheets of DGX-1 (four ports of 100 Gbit/s, 512 GB, eight GPUs), DGX A100
-# (eight of 200 Gbit/s; 1 TB with 40 GB cards, 2 TB with 80 GB cards), DGX H100, H200 and B200
-# (eight of 400 Gbit/s, 2 TB), DGX B300 (eight of 800 Gbit/s, 2 TB), GB200 NVL72 (400 Gbit/s for
-# each GPU, 480 GB for two GPUs) and GB300 NVL72 (800 Gbit/s). T4, A10G and L4: the EC2 instances
-# g4dn.metal (eight GPUs, 100 Gbit/s, 384 GB), g5.48xlarge and g6.48xlarge (100 Gbit/s, 768 GB).
+# and host memory, whose modules have binary sizes, of eight GPUs:
+# - DGX-1: four ports of 100 Gbit/s, 512 GB (NVIDIA's white paper WP-08437 and blog).
+# - DGX A100: eight ports of 200 Gbit/s, 1 TB with 40 GB cards, 2 TB with 80 GB cards (user guide).
+# - DGX H100 and H200: eight of 400 Gbit/s, 2 TB (NVIDIA's and Dell's systems in MLPerf inference).
+# - DGX B200: eight of 400 Gbit/s, 2 TB (docs.nvidia.com/dgx/dgxb200-user-guide).
+# - DGX B300: eight of 800 Gbit/s (user guide); the memory is assumed to be that of DGX B200.
+# - GB200 NVL72: 400 Gbit/s for each GPU (Crusoe's system in MLPerf inference 6.1); GB300 NVL72:
+#   800 Gbit/s (docs.nvidia.com/enterprise-reference-architectures/nvl72-ai-factory). 480 GB for two
+#   GPUs (nvidia.com/en-us/data-center/gb200-nvl72).
+# - T4, A10G and L4: the EC2 instances g4dn.metal (384 GiB), g5.48xlarge and g6.48xlarge (768 GiB),
+#   with 100 Gbit/s (aws.amazon.com/ec2/instance-types).
 # For the others no system is the usual one; 100 Gbit/s for eight GPUs is assumed.
 LINKS: dict[str, Links] = {
-    "p100": Links(80e9, 4 * 12.5e9 / 8, 512 * GB // 8),
-    "v100": Links(150e9, 4 * 12.5e9 / 8, 512 * GB // 8),
-    "v100-32g": Links(150e9, 4 * 12.5e9 / 8, 512 * GB // 8),
-    "a100-40g": Links(300e9, 25e9, 1024 * GB // 8),
-    "a100-80g": Links(300e9, 25e9, 2048 * GB // 8),
-    "h100": Links(450e9, 50e9, 2048 * GB // 8),
-    "h200": Links(450e9, 50e9, 2048 * GB // 8),
-    "b200": Links(900e9, 50e9, 2048 * GB // 8),
-    "b300": Links(900e9, 100e9, 2048 * GB // 8),
+    "p100": Links(80e9, 4 * 12.5e9 / 8, 512 * GIB // 8),
+    "v100": Links(150e9, 4 * 12.5e9 / 8, 512 * GIB // 8),
+    "v100-32g": Links(150e9, 4 * 12.5e9 / 8, 512 * GIB // 8),
+    "a100-40g": Links(300e9, 25e9, 1024 * GIB // 8),
+    "a100-80g": Links(300e9, 25e9, 2048 * GIB // 8),
+    "h100": Links(450e9, 50e9, 2048 * GIB // 8),
+    "h200": Links(450e9, 50e9, 2048 * GIB // 8),
+    "b200": Links(900e9, 50e9, 2048 * GIB // 8),
+    "b300": Links(900e9, 100e9, 2048 * GIB // 8),
     "gb200": Links(900e9, 50e9, 480 * GB // 2, hosts_of=72),
     "gb300": Links(900e9, 100e9, 480 * GB // 2, hosts_of=72),
-    "t4": Links(0.0, 12.5e9 / 8, 384 * GB // 8),
-    "a10g": Links(0.0, 12.5e9 / 8, 768 * GB // 8),
-    "l4": Links(0.0, 12.5e9 / 8, 768 * GB // 8),
+    "t4": Links(0.0, 12.5e9 / 8, 384 * GIB // 8),
+    "a10g": Links(0.0, 12.5e9 / 8, 768 * GIB // 8),
+    "l4": Links(0.0, 12.5e9 / 8, 768 * GIB // 8),
 }
+
+
+# The memory of their hosts is assumed, as said above.
+ASSUMED_HOSTS = ("tpu-v2", "b300")
 
 
 @dataclass(frozen=True)

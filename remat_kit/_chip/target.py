@@ -32,7 +32,7 @@ from remat_kit._chip.catalogue import (
     teraflops_of,
     text_field,
 )
-from remat_kit._chip.topology import host_memory_of, links_of, topology, usual_topology
+from remat_kit._chip.topology import assumed_of, host_memory_of, links_of, topology, usual_topology
 from remat_kit._errors import PolicyError, TargetError, UserError, unknown
 from remat_kit._units import format_bytes, parse_bytes
 
@@ -301,8 +301,8 @@ def _tpu(name: str) -> Target:
         flops_per_second=dict(chip.flops),
         host_bandwidth_bytes_per_second=chip.host_bandwidth,
         description=chip.description,
-        source="Google Cloud's TPU pages, per device; memory as the compiler enforces it; "
-        "the link to the host is assumed",
+        source="Google's TPU pages and papers, per device; memory as the compiler enforces it"
+        + assumed_of(name),
         available=available,
         needs=None if available else EXTRAS["tpu"],
         links=links_of(name, chip.host_bandwidth),
@@ -329,9 +329,12 @@ def _cuda(name: str) -> Target:
         flops_per_second={kind: rate * TERA for kind, rate in gpu.teraflops.items()},
         host_bandwidth_bytes_per_second=gpu.host_bandwidth,
         description=gpu.description,
-        source="the CUDA plugin's description of the card"
-        if name in embedded_specs()
-        else "the vendor's data sheet",
+        source=(
+            "the CUDA plugin's description of the card"
+            if name in embedded_specs()
+            else "the vendor's data sheet"
+        )
+        + assumed_of(name),
         available=available,
         needs=None if available else EXTRAS["cuda"],
         notes=(_NO_AUTOTUNING, *caveat),

@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from remat_kit._chip.catalogue import LINKS, TPUS, Links
+from remat_kit._chip.catalogue import ASSUMED_HOSTS, LINKS, TPUS, Links
 from remat_kit._errors import UserError
 
 # JAX describes every device as an object; a slice with more would take minutes.
@@ -140,3 +140,17 @@ def host_memory_of(kind: str) -> int | None:
     if kind in TPUS:
         return TPUS[kind].host_memory_bytes
     return LINKS.get(kind, Links()).host_memory_bytes
+
+
+def assumed_of(kind: str) -> str:
+    """Return the end of `Target.source`: what of a kind is assumed, because no source is known.
+
+    >>> assumed_of("b300"), assumed_of("h100")
+    ('; the memory of the host is assumed', '')
+    """
+    assumed = {
+        "the link to the host": kind in TPUS,
+        "the network between hosts": kind not in TPUS and kind not in LINKS,
+        "the memory of the host": kind in ASSUMED_HOSTS,
+    }
+    return "".join(f"; {what} is assumed" for what, holds in assumed.items() if holds)

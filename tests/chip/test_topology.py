@@ -91,3 +91,13 @@ def test_sizes_that_do_not_fit_are_named(name, devices, said):
         for_devices(target(name), devices, "measure")
     assert "measure" in str(caught.value)
     assert caught.value.hint
+
+
+def test_sources_say_what_is_assumed():
+    assert "network between hosts is assumed" in target("rtx4090").source
+    assert "memory of the host is assumed" in target("b300").source
+    assert "link to the host is assumed; the memory of the host" in target("tpu-v2").source
+    assert target("tpu-v5e").source.count("assumed") == 1
+    assert "assumed" not in target("h100:8").source
+    for name in _catalogue.ASSUMED_HOSTS:
+        assert target(name).host_memory_bytes

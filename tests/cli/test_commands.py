@@ -172,6 +172,6 @@ def test_targets_lists_every_chip(run):
     by_name = {t["name"]: t for t in json.loads(run("targets", "--json", "-")[1])["targets"]}
     assert by_name["tpu-v5e"]["memory_bytes"] == 15.75 * 2**30
     assert by_name["h100"]["links"] == {"nvlink": 450e9, "pcie": 64e9, "network": 50e9}
-    assert by_name["tpu-v5p"]["host_memory_bytes"] == 448e9 / 4
+    assert by_name["tpu-v5p"]["host_memory_bytes"] == 448 * 2**30 / 4
     assert "h100:4x8" in out
     assert "nvlink 450" in run("targets", "--full")[1]
