@@ -1542,8 +1542,12 @@ def context_devices() -> int:
     return max(1, int(jax.sharding.get_abstract_mesh().size))
 
 
-def devices_within(closed: Any) -> int:
-    """Return the most devices that a sharding, a mesh or a captured array of a program names."""
+def devices_within(closed: Any, *, constraints: bool = True) -> int:
+    """Return the most devices that a sharding, a mesh or a captured array of a program names.
+
+    Without ``constraints``, what `jax.lax.with_sharding_constraint` names does not count, nor does
+    a mesh that a value lies on without being split by type (its axes are not explicit).
+    """
     seen: set[int] = set()
 
     def of_jaxpr(jaxpr: Any) -> int:
@@ -1552,6 +1556,8 @@ def devices_within(closed: Any) -> int:
         seen.add(id(jaxpr))
         found = [partitions_of(getattr(c, "sharding", None)) for c in getattr(jaxpr, "consts", ())]
         for eqn in jaxpr.eqns:
+            if not constraints and eqn.primitive.name == "sharding_constraint":
+                continue
             hi = hi_primitive(eqn)
             found += [of(v) for v in (*eqn.params.values(), *(hi.params.values() if hi else ()))]
             found += [of(getattr(v.aval, "sharding", None)) for v in eqn.outvars]
@@ -1563,7 +1569,7 @@ def devices_within(closed: Any) -> int:
         if isinstance(value, (tuple, list)):
             return max(map(of, value), default=1)
         if isinstance(value, jax.sharding.Sharding):
-            return int(value.num_devices)
+            return devices_of(value) if constraints else partitions_of(value)
         if isinstance(value, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
             return int(value.size)
         return 1

@@ -46,11 +46,13 @@ from remat_kit._planner.derivative import OperationDerivative, derivative_of
 from remat_kit._planner.graph import CostGraph, Equation, Loop, Tensor
 from remat_kit._program import ops as _ops
 from remat_kit._program import program as _program
+from remat_kit._program import sharding as _sharding
 from remat_kit._program import taken as _taken
 from remat_kit._program.gradient import Argnums, abstract, check_program, gradient_program
 from remat_kit._program.losses import Loss
 from remat_kit._program.ops import is_fusible, is_view, reduces
 from remat_kit._program.program import Program, flat_program
+from remat_kit._program.sharding import Shards
 
 # -- tracing --------------------------------------------------------------------------------------
 
@@ -103,11 +105,19 @@ def trace(
     ]
     with _taken.differentiated_later():
         closed = jax.make_jaxpr(fn)(*structs)
-    check_program(closed, call)
+    check_program(closed, call, constraints=True)
     program = flat_program(closed)
     active = [False] * len(program.consts) + active
     wanted = [i == 0 for i in range(len(program.outvars))]
-    return _build(program, active, wanted, chip)
+    leaves = jax.tree.leaves(structs)
+    shards = _sharding.value_shards(program, leaves) if _is_split(closed, leaves) else None
+    return _build(program, active, wanted, chip, shards=shards)
+
+
+def _is_split(closed: Any, structs: Sequence[jax.ShapeDtypeStruct]) -> bool:
+    """Tell whether an argument or a constraint names a mesh of several devices."""
+    given = [_jax.partitions_of(getattr(x, "sharding", None)) for x in structs]
+    return max([*given, _jax.devices_within(closed)], default=1) > 1
 
 
 def of_loss(loss: Loss, chip: Chip) -> CostGraph:
@@ -123,25 +133,83 @@ def _build(
     wanted: Sequence[bool],
     chip: Chip,
     stacked: bool = False,
+    shards: Shards | None = None,
 ) -> CostGraph:
-    return _Builder(program, chip, stacked).graph(active_in, wanted)
+    return _Builder(program, chip, stacked, shards).graph(active_in, wanted)
 
 
 class _Builder:
-    """Builds the cost graph of a flat program."""
+    """Builds the cost graph of a flat program.
 
-    def __init__(self, program: Program, chip: Chip, stacked: bool):
+    If the program is partitioned, all bytes and FLOPs are those of one device.
+    """
+
+    def __init__(self, program: Program, chip: Chip, stacked: bool, shards: Shards | None):
         self.program = program
         self.chip = chip
         self.backend = Backend(chip.platform)
         self.stacked = stacked
+        self.shards = shards
         self.index: dict[Any, int] = {}  # variable -> tensor
-        self.made: list[tuple[Any, int, int]] = []  # aval, producer, position
+        self.made: list[tuple[Any, int, int]] = []  # aval on a device, producer, position
 
     def new(self, var: Any, producer: int, position: int) -> int:
+        aval = var.aval
+        if self.shards is not None:
+            shards = self.shards
+            shape = shards.inputs[position] if producer < 0 else shards.results[producer][position]
+            if shape != getattr(aval, "shape", shape):
+                aval = aval.update(shape=shape)
         self.index[var] = len(self.made)
-        self.made.append((var.aval, producer, position))
+        self.made.append((aval, producer, position))
         return self.index[var]
+
+    def aval(self, atom: Any) -> Any:
+        """Return the abstract value of a variable or a literal on one device."""
+        return atom.aval if isinstance(atom, jec.Literal) else self.made[self.index[atom]][0]
+
+    def share(self, eqn: Any) -> float:
+        """Return the part of an operation's work that one device does.
+
+        For a product these are the parts of its batch, free and contracted dimensions. For another
+        operation it is the part of its largest operand or result.
+        """
+        if self.shards is None:
+            return 1.0
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            local, whole = self.aval(eqn.invars[0]).shape, eqn.invars[0].aval.shape
+            inner = math.prod(local[d] for d in contracted) / math.prod(
+                whole[d] for d in contracted
+            )
+            return inner * self.part(eqn.outvars[0])
+        atoms = [*eqn.invars, *eqn.outvars]
+        largest = max(atoms, key=lambda v: _ops.nbytes(v.aval), default=None)
+        if largest is None:
+            return 1.0
+        part = self.part(largest)
+        if eqn.primitive.name == "conv_general_dilated":
+            # The part of the output, and that of the input channels that are summed over.
+            channels = eqn.params["dimension_numbers"].lhs_spec[1]
+            whole = eqn.invars[0].aval.shape[channels]
+            part = self.part(eqn.outvars[0]) * self.aval(eqn.invars[0]).shape[channels] / whole
+        return part
+
+    def part(self, atom: Any) -> float:
+        """Return the part of an array that is on one device."""
+        whole = _ops.nbytes(atom.aval)
+        return _ops.nbytes(self.aval(atom)) / whole if whole else 1.0
+
+    def on_one_device(self, eqn: Any, rule: OperationDerivative) -> OperationDerivative:
+        share = self.share(eqn)
+        if share == 1.0:
+            return rule
+        return dataclasses.replace(
+            rule,
+            made_bytes=round(share * rule.made_bytes),
+            flops=share * rule.flops,
+            working_bytes=round(share * rule.working_bytes),
+        )
 
     def graph(self, active_in: Sequence[bool], wanted: Sequence[bool]) -> CostGraph:
         program = self.program
@@ -164,7 +232,7 @@ class _Builder:
             makes.append(tuple(self.new(v, i, p) for p, v in enumerate(eqn.outvars)))
             mask = tuple(t is not None and t in active for t in inputs)
             rule = derivative_of(eqn, mask) if any(mask) else None
-            rules.append(rule)
+            rules.append(None if rule is None else self.on_one_device(eqn, rule))
             if rule is not None:
                 active.update(t for t, a in zip(makes[i], rule.active, strict=True) if a)
         outs = [-1 if isinstance(v, jec.Literal) else self.index[v] for v in program.outvars]
@@ -305,7 +373,7 @@ class _Builder:
             tuple(dict.fromkeys(self.places(eqn, makes, places)))
             for places in ((rule.needs, rule.keeps) if rule else ((), ()))
         )
-        places = self.backend.extra_residual_bytes(eqn) if rule else 0
+        places = round(self.share(eqn) * self.backend.extra_residual_bytes(eqn)) if rule else 0
         made = rule.made_bytes if rule and self.backend.stores_made(eqn) else 0
         return Equation(
             index=i,
@@ -337,7 +405,7 @@ class _Builder:
     ) -> tuple[float, float, float]:
         """Return the FLOPs and seconds of an equation, and the seconds of its derivative."""
         traffic, written = moved
-        flops = _ops.flops(eqn) if makes or not is_view(eqn) else 0.0
+        flops = self.share(eqn) * _ops.flops(eqn) if makes or not is_view(eqn) else 0.0
         seconds, backward = self.seconds(eqn, flops, written), 0.0
         if rule is not None:
             products = rule.flops / _rate(self.chip, eqn) if rule.heavy else 0.0
@@ -346,20 +414,21 @@ class _Builder:
             length = eqn.params["length"]
             inner = loop.graph if loop else self.body(eqn, ())
             seconds = length * inner.forward_seconds
-            if any(e.unknown for e in inner.equations):
+            if self.shards is not None or any(e.unknown for e in inner.equations):
                 flops = length * inner.forward_flops
             if loop is not None:
                 backward = length * inner.backward_seconds
         if eqn.primitive.name == "cond":
-            branches = self.branches(eqn, rule.mask if rule else ())
-            seconds = max([seconds, *(b.forward_seconds for b in branches)])
+            branches, share = self.branches(eqn, rule.mask if rule else ()), self.share(eqn)
+            seconds = max([seconds, *(share * b.forward_seconds for b in branches)])
             if rule is not None:
-                backward = max([backward, *(b.backward_seconds for b in branches)])
+                backward = max([backward, *(share * b.backward_seconds for b in branches)])
         return flops, seconds, backward
 
     def working_bytes(self, eqn: Any, rule: OperationDerivative) -> int:
         by_kernel = any(rule.mask[1:2])
-        return rule.working_bytes + self.backend.copied_bytes(eqn, by_kernel)
+        copied = self.backend.copied_bytes(eqn, by_kernel)
+        return rule.working_bytes + round(self.share(eqn) * copied)
 
     def seconds(self, eqn: Any, flops: float, traffic: float) -> float:
         moving = traffic / self.chip.bandwidth_bytes_per_second
@@ -370,7 +439,15 @@ class _Builder:
     def body(self, eqn: Any, active: Sequence[bool]) -> CostGraph:
         program = flat_program(eqn.params["jaxpr"], self.program.path(eqn))
         flags = [False] * len(program.consts) + (list(active) or [False] * len(eqn.invars))
-        return _build(program, flags, [bool(active)] * len(program.outvars), self.chip, True)
+        wanted = [bool(active)] * len(program.outvars)
+        return _build(program, flags, wanted, self.chip, True, self.shards_of(eqn))
+
+    def shards_of(self, eqn: Any) -> Shards | None:
+        """Return the shapes on one device in the body of a scan of this program."""
+        if self.shards is None:
+            return None
+        place = next(i for i, e in enumerate(self.program.eqns) if e is eqn)
+        return self.shards.bodies[place]
 
     def branches(self, eqn: Any, mask: Sequence[bool]) -> list[CostGraph]:
         """Return the graphs of a conditional's branches; the most expensive one sets its cost."""
@@ -401,7 +478,7 @@ class _Builder:
             active = grown
         first = len(graph.program.consts) + consts
         given = graph.tensors[first : len(graph.program.invars)]
-        sizes = [_ops.nbytes(v.aval) for v in eqn.invars[consts:]]
+        sizes = [_ops.nbytes(self.aval(v)) for v in eqn.invars[consts:]]
         carried = [i for i in range(carry) if rule.active[i]]
         in_turn = range(carry, len(given))
         copies = self.backend.has(_facts.COPIES_STACKED_INPUTS)

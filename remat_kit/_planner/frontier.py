@@ -432,11 +432,16 @@ def _point(
 
 
 def sizes_of(graph: CostGraph, args: Sequence[Any], argnums: Argnums, call: str) -> tuple[int, int]:
-    """Return the bytes of the arguments, and the bytes of the results with the gradients."""
+    """Return the bytes of the arguments, and the bytes of the results with the gradients.
+
+    If they are split over several devices, these are the bytes of one device.
+    """
     structs = abstract(args, call=call)
     chosen = [argnums] if isinstance(argnums, int) else list(argnums or ())
     gradients = [structs[p] for p in chosen]
-    given, made = (sum(_ops.nbytes(x) for x in jax.tree.leaves(t)) for t in (structs, gradients))
+    given, made = (
+        sum(_ops.shard_bytes(x) for x in jax.tree.leaves(t)) for t in (structs, gradients)
+    )
     return given, made + sum(_ops.nbytes(v.aval) for v in graph.program.outvars)
 
 

@@ -31,13 +31,12 @@ from remat_kit._chip.target import Target
 from remat_kit._compiled import hlo as _hlo
 from remat_kit._compiled import peak as _peak
 from remat_kit._errors import PolicyError, UserError
-from remat_kit._frameworks import flax as _flax
 from remat_kit._planner.frontier import Frontier, Tick, held_arrays
 from remat_kit._planner.point import Point
 from remat_kit._policy.structural import Planned
 from remat_kit._program import ops as _ops
 from remat_kit._program import step as _step
-from remat_kit._program.gradient import Argnums, abstract, check_on_one_device
+from remat_kit._program.gradient import Argnums, abstract
 from remat_kit._units import format_apart, format_bytes, parse_bytes
 
 # Share of the step's time that the recompute for the budget "free" may take.
@@ -138,7 +137,6 @@ def check_reachable(
     """
     if not isinstance(budget, int):
         return
-    check_on_one_device(_flax.arrays_of(tuple(args)), call)
     try:
         structs = abstract(args, call=call)
     except UserError:  # a step may have static arguments and NNX objects
@@ -149,7 +147,7 @@ def check_reachable(
     if optimizer is not None:
         kept.append(_step.state_of(optimizer, args, argnums, call))
         what = "parameters and the optimizer's state"
-    least = sum(_ops.nbytes(leaf) for leaf in jax.tree.leaves(kept))
+    least = sum(_ops.shard_bytes(leaf) for leaf in jax.tree.leaves(kept))
     if budget < least:
         given, needed = format_apart(budget, least)
         raise UserError(

@@ -67,7 +67,6 @@ def frontier_for(
 
     For a step the second part of the pair is None. Errors name the public function ``call``.
     """
-    _check_on_one_device(args, call)
     step = step_of(fn, args, argnums, call=call) if optimizer is None else None
     if step is None:
         begun = time.perf_counter()
@@ -76,6 +75,7 @@ def frontier_for(
         graph, around = _graph_of_loss(fn, args, chip, argnums, optimizer, call)
         front = frontier_of(graph, around, chip, objective, offload, tick, begun, call)
         return front, argnums
+    _check_on_one_device(args, call)
     return frontier_of_step(step, fn, args, chip, objective, offload, tick, call), None
 
 
@@ -83,11 +83,11 @@ def graphs_for(
     fn: Callable[..., Any], args: Sequence[Any], chip: Target, argnums: Argnums, call: str
 ) -> tuple[list[CostGraph], Surroundings]:
     """Return the cost graph of a loss, or those of the losses of a step, and what is around it."""
-    _check_on_one_device(args, call)
     step = step_of(fn, args, argnums, call=call)
     if step is None:
         graph, around = _graph_of_loss(fn, args, chip, argnums, None, call)
         return [graph], around
+    _check_on_one_device(args, call)
     _check_losses(step, call)
     given, least = rest_of_step(_compiled_without_plan(fn, args, chip, call))
     return [_build.of_loss(loss, chip) for loss in step.losses], Surroundings(given, 0, least)

@@ -92,9 +92,12 @@ def check_on_one_device(args: Any, call: str) -> None:
         raise partitioned("`jax.set_mesh` partitions the program", devices, call)
 
 
-def check_program(closed: Any, call: str) -> None:
-    """Raise `UserError` if a traced function uses a mesh or a sharding of several devices."""
-    if (devices := _jax.devices_within(closed)) > 1:
+def check_program(closed: Any, call: str, *, constraints: bool = False) -> None:
+    """Raise `UserError` if a traced function uses a mesh or a sharding of several devices.
+
+    With ``constraints`` it may constrain the shardings of its values.
+    """
+    if (devices := _jax.devices_within(closed, constraints=not constraints)) > 1:
         raise partitioned("the function is partitioned", devices, call)
 
 

@@ -130,6 +130,14 @@ _FREE = frozenset(
 )
 
 
+def shard_bytes(struct: Any) -> int:
+    """Return the bytes of an array on one device, of which its sharding may give it a part."""
+    sharding = getattr(struct, "sharding", None)
+    if sharding is None:
+        return nbytes(struct)
+    return nbytes(jax.ShapeDtypeStruct(sharding.shard_shape(struct.shape), struct.dtype))
+
+
 def flops(eqn: Any) -> float:
     """Return the number of floating-point operations of an equation, or 0 if it is unknown.
 

@@ -20,14 +20,17 @@ Xia et al., Shardy, https://openxla.org/shardy.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jec
 
 from remat_kit import _jax
+from remat_kit._program.program import Program, flat_program
 
 Shape = tuple[int, ...]
 
@@ -56,6 +59,104 @@ def result_shards(
         return None
     sizes = _jax.axis_sizes(module)
     return [_shard(shape, text, sizes) for shape, text in zip(shapes, texts, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """The shapes of a flat program's values on one device.
+
+    Attributes:
+        inputs: for each of the program's variables for constants and arguments.
+        results: for each equation, those of its results.
+        bodies: for each scan, by the place of its equation, the shapes in one iteration.
+    """
+
+    inputs: tuple[Shape, ...]
+    results: tuple[tuple[Shape, ...], ...]
+    bodies: Mapping[int, Shards]
+
+
+def value_shards(program: Program, structs: Sequence[jax.ShapeDtypeStruct]) -> Shards | None:
+    """Return the shapes of all values on one device, or None if the program is not partitioned.
+
+    Every value becomes a result of the program, those of a scan's body stacked over its iterations,
+    and Shardy says how it splits each result.
+
+    Args:
+        program: a flat program.
+        structs: the shapes of its arguments, with their shardings.
+    """
+    trees: list[Any] = []
+
+    def every(*values: Any) -> list[Any]:
+        found = _every_value(program, values)[1]
+        leaves, tree = jax.tree.flatten(found)
+        trees.append(tree)
+        return leaves
+
+    shapes = result_shards(every, structs)
+    return None if shapes is None else _shards(jax.tree.unflatten(trees[-1], map(_Leaf, shapes)), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    shape: Shape
+
+
+def _every_value(program: Program, args: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
+    """Run a flat program; return its results, and a tree of all values.
+
+    The tree is a triple of the inputs, the results of each equation, and a mapping of the trees of
+    the bodies of scans.
+    """
+    inputs = [*program.consts, *args]
+    env = dict(zip(program.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, jec.Literal) else env[atom]
+
+    results, bodies = [], {}
+    for i, eqn in enumerate(program.eqns):
+        values = [read(v) for v in eqn.invars]
+        if eqn.primitive.name == "scan":
+            outs, bodies[i] = _every_value_of_scan(eqn, values)
+        else:
+            variables = [jec.Var(v.aval) for v in eqn.invars]
+            alone = _jax.jaxpr_of(
+                variables, list(eqn.outvars), [eqn.replace(invars=list(variables))]
+            )
+            outs = jec.jaxpr_as_fun(jec.ClosedJaxpr(alone, ()))(*values)
+        env.update(zip(eqn.outvars, outs, strict=True))
+        results.append(list(outs))
+    return [read(v) for v in program.outvars], (inputs, results, bodies)
+
+
+def _every_value_of_scan(eqn: Any, values: Sequence[Any]) -> tuple[list[Any], Any]:
+    consts, carried = _jax.scan_arity(eqn)
+    body = flat_program(eqn.params["jaxpr"])
+
+    def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], Any]:
+        outs, found = _every_value(body, [*values[:consts], *carry, *xs])
+        return outs[:carried], (outs[carried:], found)
+
+    carry, (stacked, found) = jax.lax.scan(
+        step,
+        list(values[consts : consts + carried]),
+        list(values[consts + carried :]),
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+    )
+    return [*carry, *stacked], found
+
+
+def _shards(found: Any, loops: int) -> Shards:
+    """Return the shapes without the dimensions of the loops that a body is in."""
+    inputs, results, bodies = found
+    return Shards(
+        tuple(x.shape[loops:] for x in inputs),
+        tuple(tuple(x.shape[loops:] for x in outs) for outs in results),
+        {place: _shards(body, loops + 1) for place, body in bodies.items()},
+    )
 
 
 def _lowered(traced: Any) -> Any:

@@ -7,7 +7,6 @@ The optimizer may be any object with the methods ``init`` and ``update`` of an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from remat_kit._errors import UserError
+from remat_kit._program import ops as _ops
 from remat_kit._program.gradient import Argnums, abstract, gradient_program
 
 Step = Callable[..., Any]
@@ -68,17 +68,9 @@ def _sharded_like(state: Any, params: Any) -> Any:
     return jax.tree.map(sharded, state, is_leaf=is_copy)
 
 
-def _nbytes(struct: Any) -> int:
-    """Return the bytes of an array on one device."""
-    shape = struct.shape
-    if struct.sharding is not None:
-        shape = struct.sharding.shard_shape(shape)
-    return math.prod(shape) * struct.dtype.itemsize
-
-
 def state_bytes(optimizer: Any, args: Sequence[Any], argnums: Argnums, call: str) -> int:
     """Return the bytes of an optimizer's state, on each device if it is split over several."""
-    return sum(map(_nbytes, jax.tree.leaves(state_of(optimizer, args, argnums, call))))
+    return sum(map(_ops.shard_bytes, jax.tree.leaves(state_of(optimizer, args, argnums, call))))
 
 
 def adamw_bytes(args: Sequence[Any], argnums: Argnums, call: str) -> int | None:
@@ -94,7 +86,7 @@ def adamw_bytes(args: Sequence[Any], argnums: Argnums, call: str) -> int | None:
         return None
     structs = abstract(args, call=call)
     chosen = [structs[i] for i in ([argnums] if isinstance(argnums, int) else argnums)]
-    return 2 * sum(map(_nbytes, jax.tree.leaves(chosen))) + 4
+    return 2 * sum(map(_ops.shard_bytes, jax.tree.leaves(chosen))) + 4
 
 
 def training_step(
