@@ -191,6 +191,22 @@ def _sharing(chip: Target, devices: int) -> Target:
     )
 
 
+def for_arguments(name: str | Target, args: Any, call: str) -> Target:
+    """Return the target of a program whose arguments may be split over several devices.
+
+    Args:
+        name: the chip or its name.
+        args: pytrees of arrays or of `jax.ShapeDtypeStruct`.
+        call: the public function that errors name.
+
+    Raises:
+        UserError: as `for_devices` does.
+    """
+    chip = target(name)
+    devices = [_jax.devices_of(getattr(x, "sharding", None)) for x in jax.tree.leaves(args)]
+    return chip if max([1, *devices]) == 1 else for_devices(chip, max(devices), call)
+
+
 def for_devices(chip: Target, devices: int, call: str) -> Target:
     """Return the target of a program that is partitioned over so many devices.
 

@@ -48,7 +48,13 @@ from remat_kit._program import ops as _ops
 from remat_kit._program import program as _program
 from remat_kit._program import sharding as _sharding
 from remat_kit._program import taken as _taken
-from remat_kit._program.gradient import Argnums, abstract, check_program, gradient_program
+from remat_kit._program.gradient import (
+    Argnums,
+    abstract,
+    check_program,
+    gradient_program,
+    partitioned,
+)
 from remat_kit._program.losses import Loss
 from remat_kit._program.ops import is_fusible, is_view, reduces
 from remat_kit._program.program import Program, flat_program
@@ -109,15 +115,22 @@ def trace(
     program = flat_program(closed)
     active = [False] * len(program.consts) + active
     wanted = [i == 0 for i in range(len(program.outvars))]
-    leaves = jax.tree.leaves(structs)
-    shards = _sharding.value_shards(program, leaves) if _is_split(closed, leaves) else None
+    shards = _shards_of(closed, program, jax.tree.leaves(structs), call)
     return _build(program, active, wanted, chip, shards=shards)
 
 
-def _is_split(closed: Any, structs: Sequence[jax.ShapeDtypeStruct]) -> bool:
-    """Tell whether an argument or a constraint names a mesh of several devices."""
+def _shards_of(
+    closed: Any, program: Program, structs: Sequence[jax.ShapeDtypeStruct], call: str
+) -> Shards | None:
+    """Return the shapes on one device, if an argument or a constraint names a mesh of several."""
     given = [_jax.partitions_of(getattr(x, "sharding", None)) for x in structs]
-    return max([*given, _jax.devices_within(closed)], default=1) > 1
+    devices = max([*given, _jax.devices_within(closed)], default=1)
+    if devices == 1:
+        return None
+    shards = _sharding.value_shards(program, structs)
+    if shards is None:  # no argument is on the mesh, or no compiler lowers the program
+        raise partitioned("the function is partitioned", devices, call)
+    return shards
 
 
 def of_loss(loss: Loss, chip: Chip) -> CostGraph:

@@ -47,9 +47,9 @@ import jax
 
 from remat_kit import _files, _frames
 from remat_kit._backend.interface import Backend
-from remat_kit._chip.target import Target
-from remat_kit._chip.target import target as find_target
+from remat_kit._chip.target import Target, for_arguments
 from remat_kit._errors import UnknownNameError, UserError, unknown
+from remat_kit._frameworks import flax as _flax
 from remat_kit._planner import bounds as _bounds
 from remat_kit._planner import mincut as _mincut
 from remat_kit._planner import proposals as _proposals
@@ -300,7 +300,8 @@ def frontier(
     # That module combines the frontiers that this one computes.
     from remat_kit._planner.steps import frontier_for
 
-    tick, chip = progress or _proposals.silent, find_target(target)
+    tick = progress or _proposals.silent
+    chip = for_arguments(target, _flax.arrays_of(args), "frontier")
     found, _ = frontier_for(
         fn, args, chip, argnums, objective, optimizer, offload, tick, "frontier"
     )
@@ -494,7 +495,7 @@ def estimate(
     # That module combines the frontiers that this one computes.
     from remat_kit._planner.steps import graphs_for
 
-    chip = find_target(target)
+    chip = for_arguments(target, _flax.arrays_of(args), "estimate")
     graphs, around = graphs_for(fn, args, chip, argnums, "estimate")
     graph = next((g for g in graphs if all(_knows(g, text) for text in checkpoints)), graphs[0])
     cuts = {stop for text in checkpoints for stop in _ends(graph, text)}

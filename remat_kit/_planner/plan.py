@@ -20,9 +20,9 @@ import jax
 
 from remat_kit import _files, _frames
 from remat_kit._chip.memory import Memory, temporaries
-from remat_kit._chip.target import Target
-from remat_kit._chip.target import target as find_target
+from remat_kit._chip.target import Target, for_arguments
 from remat_kit._errors import UserError
+from remat_kit._frameworks import flax as _flax
 from remat_kit._policy import recipe as _recipe
 from remat_kit._policy.schedule import Segment
 from remat_kit._policy.structural import Planned
@@ -269,7 +269,8 @@ def plans(
     from remat_kit._planner.steps import frontier_for
 
     wanted = [parsed_budget(budget) for budget in budgets]
-    chip, tick = find_target(target), progress or silent
+    chip = for_arguments(target, _flax.arrays_of(args), "plans")
+    tick = progress or silent
     front, argnums = frontier_for(fn, args, chip, argnums, objective, None, offload, tick, "plans")
     search = Search(fn, args, argnums, chip, front, compiles, tick)
 
@@ -355,7 +356,7 @@ def plan(
     from remat_kit._planner.search import Search, check_reachable, parsed_budget
     from remat_kit._planner.steps import frontier_for
 
-    chip = find_target(target)
+    chip = for_arguments(target, _flax.arrays_of(args), "plan")
     wanted = parsed_budget(budget)
     check_reachable(wanted, args, argnums, optimizer)
     tick = progress or silent

@@ -44,6 +44,7 @@ from remat_kit._planner.graph import CostGraph
 from remat_kit._planner.point import Point
 from remat_kit._program.gradient import (
     Argnums,
+    check_no_mesh,
     check_on_one_device,
     check_program,
     partitioned,
@@ -101,6 +102,7 @@ def _graph_of_loss(
     optimizer: Any,
     call: str,
 ) -> tuple[CostGraph, Surroundings]:
+    check_no_mesh(call)
     with collection_put_off():
         graph = _build.trace(fn, args, chip, argnums, call=call)
     given, made = sizes_of(graph, args, argnums, call)

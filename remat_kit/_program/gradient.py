@@ -88,6 +88,11 @@ def check_on_one_device(args: Any, call: str) -> None:
         devices = _jax.partitions_of(getattr(leaf, "sharding", None))
         if devices > 1:
             raise partitioned(f"{_name(path)} is partitioned", devices, call)
+    check_no_mesh(call)
+
+
+def check_no_mesh(call: str) -> None:
+    """Raise `UserError` if `jax.set_mesh` has set a mesh of several devices."""
     if (devices := _jax.context_devices()) > 1:
         raise partitioned("`jax.set_mesh` partitions the program", devices, call)
 
@@ -102,12 +107,14 @@ def check_program(closed: Any, call: str, *, constraints: bool = False) -> None:
 
 
 def partitioned(what: str, devices: int, call: str) -> UserError:
-    """Return the error of a function that does not know partitioned programs."""
+    """Return the error of a function that does not know such partitioned programs."""
     return UserError(
-        f"`{call}`: {what} over {devices} devices, but `{call}` knows programs of one device only",
-        hint="`measure` and `inspect` take partitioned programs; here, give the program of one "
-        "device: its part of the batch and of the parameters as `jax.ShapeDtypeStruct` without a "
-        "sharding, and the function without mesh and shardings",
+        f"`{call}`: {what} over {devices} devices, which `{call}` does not know",
+        hint="`measure` and `inspect` take every partitioned program. `plan`, `frontier` and "
+        "`estimate` take a loss whose arguments have shardings, and which constrains those of its "
+        "values; otherwise give the program of one device: its part of the batch and of the "
+        "parameters as `jax.ShapeDtypeStruct` without a sharding, and the function without mesh "
+        "and shardings",
     )
 
 
