@@ -177,8 +177,8 @@ def mesh_of(*sizes):
 MESH = mesh_of(2, 4)
 
 
-def split(spec, mesh=MESH):
-    return jax.ShapeDtypeStruct((160, 48), jnp.float32, sharding=NamedSharding(mesh, spec))
+def split(spec, mesh=MESH, shape=(160, 48)):
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
 
 
 def build(x):
@@ -206,7 +206,7 @@ def test_what_the_planner_refuses_of_several_devices(call):
         faults |= {
             "rows": (loss, PARAMS, split(P("data"))),
             "both": (loss, PARAMS, split(P("data", "model"))),
-            "a leaf": (loss, {**PARAMS, "b": split(P(None, "model"))}, ARGS[2]),
+            "a leaf": (loss, {**PARAMS, "b": split(P(None, "model"), shape=(96, 16))}, ARGS[2]),
         }
     for name, given in faults.items():
         with pytest.raises(remat_kit.UserError, match=r"partitioned over 8 devices") as caught:
