@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import remat_kit  # noqa: E402
 
-BUDGETS = (0.8, 0.6, "min")
+# XLA:CPU of JAX 0.10.2 brings some of the unrolled losses to no more than 0.8.
+BUDGETS = (0.8, 0.6, "min") if jax.__version_info__ >= (0, 11) else ("min",)
 SHARDINGS = {  # of the weights and of the batch
     "data parallel": (P(), P(("data", "model"))),
     "fully sharded": (P("data"), P(("data", "model"))),
