@@ -268,22 +268,20 @@ MUTATIONS = (
     # -- figures
     Mutation(
         "sharded_arguments",
-        "Arguments that are split over devices are measured as if one device had them all.",
-        "remat_kit/_program/gradient.py",
-        'devices = _jax.partitions_of(getattr(leaf, "sharding", None))\n',
-        "devices = 1\n",
-        (
-            "tests/contract/test_figures_are_of_the_users_program.py::test_split_arguments_and_functions_are_refused",
-        ),
+        "A loss with arguments that are split over devices is planned as if one device had them.",
+        "remat_kit/_planner/build.py",
+        "    if devices == 1:\n        return None\n",
+        "    if devices >= 1:\n        return None\n",
+        ("tests/planner/test_build.py::test_a_partitioned_loss_has_the_costs_of_one_device",),
     ),
     Mutation(
         "sharded_function",
-        "A function that partitions its own values is measured as if it ran on one device.",
+        "A function that partitions its own values is planned as if it ran on one device.",
         "remat_kit/_program/gradient.py",
-        "if (devices := _jax.devices_within(closed)) > 1:",
+        "if (devices := _jax.devices_within(closed, constraints=not constraints)) > 1:",
         "if (devices := 1) > 1:",
         (
-            "tests/contract/test_figures_are_of_the_users_program.py::test_split_arguments_and_functions_are_refused",
+            "tests/contract/test_figures_are_of_the_users_program.py::test_meshes_of_this_process_are_refused_by_the_planner",
         ),
     ),
     Mutation(

@@ -360,7 +360,7 @@ def cuda_plugin() -> Path | None:
             continue
         for folder in (found.submodule_search_locations or []) if found else []:
             library = Path(folder) / "xla_cuda_plugin.so"
-            if library.exists():
+            if library.exists() and library.stat().st_size:
                 return library
     return None
 

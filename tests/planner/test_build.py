@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from planner_graphs import traced
 from shapes import struct
 
@@ -148,3 +149,35 @@ def test_scan_carries_the_graph_of_its_body():
 def test_what_is_no_loss_is_said():
     with pytest.raises(UserError, match="scalar"):
         traced(lambda x: x, struct(8))
+
+
+@pytest.mark.parametrize("kind", ["unrolled", "scanned"])
+def test_a_partitioned_loss_has_the_costs_of_one_device(kind):
+    """Over eight devices for the batch, every tensor and operation is an eighth."""
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def layer(x, w):
+        return jnp.tanh(jnp.sin(x @ w)), None
+
+    def loss(weights, x):
+        if kind == "scanned":
+            x, _ = jax.lax.scan(layer, x, weights)
+        else:
+            for w in (weights[0], weights[1]):
+                x, _ = layer(x, w)
+        return jnp.mean(x**2)
+
+    def graph(spec):
+        place = NamedSharding(mesh, spec)
+        x = jax.ShapeDtypeStruct((4096, 64), jnp.float32, sharding=place)
+        return _build.trace(loss, (struct(2, 64, 64), x), target("h100"))
+
+    def sizes(graph):
+        large = [t.bytes for t in graph.tensors if t.bytes > 2**12]
+        inner = [e.loop.graph for e in graph.equations if e.loop is not None]
+        return large + [size for body in inner for size in sizes(body)]
+
+    whole, part = graph(PartitionSpec()), graph(PartitionSpec("data"))
+    assert [size // 8 for size in sizes(whole)] == [s for s in sizes(part) if s > 2**12]
+    assert part.forward_flops == pytest.approx(whole.forward_flops / 8, rel=1e-3)
+    assert part.forward_seconds == pytest.approx(whole.forward_seconds / 8, rel=0.2)
