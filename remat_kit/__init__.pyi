@@ -69,6 +69,7 @@ from ._policy.selectors import where as where
 from ._policy.structural import auto as auto
 from ._policy.structural import block as block
 from ._policy.structural import nested as nested
+from ._policy.structural import pieces as pieces
 from ._policy.structural import planned as planned
 from ._policy.structural import segments as segments
 from ._policy.structural import uniform as uniform

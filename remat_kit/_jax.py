@@ -792,6 +792,118 @@ batching.fancy_primitive_batchers[_transposable_p] = _transposable_batch
 mlir.register_lowering(_transposable_p, _transposable_impl)
 
 
+# -- linear maps with a transpose of their own --------------------------------------------------
+# What `jax.custom_derivatives.linear_call` is, and `vmap` and derivatives with respect to the
+# residuals too, which that function lacks. Seen on 0.10.2, 0.12.
+
+_linear_map_p = core.Primitive("remat_kit_linear_map")
+
+
+_linear_map_p.multiple_results = True
+
+
+def linear_map(
+    evaluate: Any,
+    transpose: Callable[[list[Any], list[Any]], list[Any]],
+    residuals: Sequence[Any],
+    tangents: Sequence[Any],
+) -> list[Any]:
+    """Evaluate a map that is linear in the tangents, and transpose it by a function of its own.
+
+    Args:
+        evaluate: a function of the residuals and the tangents, in one flat list of arguments.
+        transpose: returns one cotangent for each tangent, given the residuals and the cotangents
+            of the results, of which those that are zero are None.
+        residuals, tangents: the arguments.
+    """
+    values = [*residuals, *tangents]
+    closed = jax.make_jaxpr(evaluate)(*map(jax.typeof, values))
+    return _linear_map_p.bind(
+        *values, evaluate=closed, transpose=transpose, residuals=len(residuals)
+    )
+
+
+def _linear_map_impl(*args: Any, evaluate: Any, **_: Any) -> list[Any]:
+    return core.eval_jaxpr(evaluate.jaxpr, evaluate.consts, *args)
+
+
+def _linear_map_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    outs = _linear_map_p.bind(*primals, **params)
+    count = params["residuals"]
+    zero = [type(t) is ad_util.Zero for t in tangents]
+    if all(zero[:count]):
+        moved = [ad.instantiate_zeros(t) for t in tangents[count:]]
+        return outs, _linear_map_p.bind(*primals[:count], *moved, **params)
+
+    def of_moving(*some: Any) -> list[Any]:
+        given = iter(some)
+        return _linear_map_impl(
+            *(x if z else next(given) for x, z in zip(primals, zero, strict=True)), **params
+        )
+
+    moving = [(x, t) for x, t, z in zip(primals, tangents, zero, strict=True) if not z]
+    _, changes = jax.jvp(of_moving, [x for x, _ in moving], [t for _, t in moving])
+    return outs, changes
+
+
+def _linear_map_transpose(
+    cts: Any, *args: Any, evaluate: Any, transpose: Any, residuals: int
+) -> list[Any]:
+    del evaluate
+    given = [None if type(ct) is ad_util.Zero else ct for ct in cts]
+    if all(ct is None for ct in given):
+        return [None] * len(args)
+    found = transpose(list(args[:residuals]), given)
+    wanted = [ad.is_undefined_primal(x) for x in args[residuals:]]
+    return [None] * residuals + [ct if w else None for ct, w in zip(found, wanted, strict=True)]
+
+
+def _linear_map_batch(
+    axis_data: Any, args: Any, dims: Any, evaluate: Any, transpose: Any, residuals: int
+) -> Any:
+    def moved(x: Any, d: Any, linear: bool) -> Any:
+        if d is not None:
+            return batching.moveaxis(x, d, 0)
+        # The broadcast sums up the cotangents of a tangent that is not mapped.
+        return jnp.broadcast_to(x, (axis_data.size, *jnp.shape(x))) if linear else x
+
+    values = [moved(x, d, i >= residuals) for i, (x, d) in enumerate(zip(args, dims, strict=True))]
+    axes = [None if d is None and i < residuals else 0 for i, d in enumerate(dims)]
+    mapped = functools.partial(
+        jax.vmap,
+        axis_size=axis_data.size,
+        axis_name=None if axis_data.name is core.no_axis_name else axis_data.name,
+        spmd_axis_name=axis_data.spmd_name,
+    )
+    outs = _linear_map_p.bind(
+        *values,
+        evaluate=jax.make_jaxpr(mapped(jec.jaxpr_as_fun(evaluate), in_axes=axes))(
+            *map(jax.typeof, values)
+        ),
+        transpose=mapped(transpose, in_axes=(axes[:residuals], 0)),
+        residuals=residuals,
+    )
+    return outs, [0] * len(outs)
+
+
+_linear_map_p.def_impl(_linear_map_impl)
+
+
+_linear_map_p.def_abstract_eval(lambda *_, evaluate, **__: list(evaluate.out_avals))
+
+
+ad.primitive_jvps[_linear_map_p] = _linear_map_jvp
+
+
+ad.primitive_transposes[_linear_map_p] = _linear_map_transpose
+
+
+batching.fancy_primitive_batchers[_linear_map_p] = _linear_map_batch
+
+
+mlir.register_lowering(_linear_map_p, mlir.lower_fun(_linear_map_impl, multiple_results=True))
+
+
 # -- tangents that nobody may use ---------------------------------------------------------------
 # The forward rule of a `custom_vjp` function may call what has no derivative: a kernel, a callback.
 # Where such an equation is differentiated although nobody needs the result, its tangent is the

@@ -16,6 +16,7 @@ import jax
 import jax.extend.core as jec
 
 from remat_kit import _jax
+from remat_kit._apply import pieces as _pieces
 from remat_kit._apply import run_schedule as _run_schedule
 from remat_kit._apply import scans as _scans
 from remat_kit._apply.region import run_region
@@ -150,6 +151,8 @@ class BlockCutter:
     ) -> list[Any]:
         if isinstance(self.structure, _structural.Segments) and keep is None:
             return self.segments(program, args, self.structure.names)
+        if isinstance(self.structure, _structural.Pieces):
+            return _pieces.run(program, self.structure, args, call=self.app.call)
         chosen = self.keep if keep is None else keep
         cse = not self.loop if self.prevent_cse is None else self.prevent_cse
         if isinstance(cse, tuple):

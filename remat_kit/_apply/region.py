@@ -91,7 +91,7 @@ def run_region(
     program = _folded(program)
     if any(map(_is_literal, program.outvars)):
         return _around_constants(program, policy, args, prevent_cse=prevent_cse, full=full)
-    prefix, program = _relative(dataclasses.replace(program, consts=()))
+    prefix, program = relative(dataclasses.replace(program, consts=()))
     avals = tuple(map(jax.typeof, inputs))
     base = (*program.base, *prefix)
     # Only a policy that reads module paths can tell one of several equal blocks from another.
@@ -172,7 +172,7 @@ def _reads_paths(policy: Policy) -> bool:
     return any(isinstance(leaf, kinds) for leaf in policy.leaves())
 
 
-def _relative(program: Program) -> tuple[Path, Program]:
+def relative(program: Program) -> tuple[Path, Program]:
     """Split off the components that all module paths of a program begin with.
 
     Returns these components, and the program with paths that are relative to them.

@@ -200,6 +200,64 @@ def nested(group: int | None = None, keep: Any = nothing) -> Nested:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
+class Pieces(Structural):
+    """See `pieces`."""
+
+    n: int
+    axis: int | None = None
+    _head = "pieces(n"
+
+    def __repr__(self) -> str:
+        return f"pieces({self.n})" if self.axis is None else f"pieces({self.n}, axis={self.axis})"
+
+
+def pieces(n: int, axis: int | None = None) -> Pieces:
+    """Compute a function in ``n`` pieces of an axis, and recompute each piece in the backward pass.
+
+    A region of `jax.checkpoint` needs all of its activations at once while it is recomputed. If
+    these are the largest of the program (the logits of a language model, the scores of a long
+    attention, the hidden layer of an MLP), recomputation alone does not reduce the peak. In pieces,
+    a loop computes 1/n of them at a time, forward and backward.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from remat_kit import policy
+    >>> @policy(pieces(4))
+    ... def loss_head(w, x, labels):
+    ...     logits = jax.nn.log_softmax(x @ w)
+    ...     return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], axis=1))
+    >>> w, x, labels = jnp.ones((8, 1000)), jnp.ones((64, 8)), jnp.zeros(64, int)
+    >>> jax.grad(loss_head)(w, x, labels).shape
+    (8, 1000)
+
+    The largest array that the function computes and does not return is divided along ``axis``, and
+    with it everything from which it is computed and that is computed from it, as far as the
+    operations allow. What comes before and after runs once, without a region. Random numbers are
+    those of the undecorated function. Sums over pieces add up in another order, so results agree
+    within rounding.
+
+    Follows Liger's ``FusedLinearCrossEntropy``, MaxText's ``num_vocab_tiling`` and the tiled MLPs
+    of ALST (2025), each of which is written by hand for one function.
+
+    Args:
+      n: the number of pieces. If it does not divide the axis, the last piece is smaller, and there
+        may be fewer of them.
+      axis: an axis of the largest array that the function computes and does not return. By
+        default it is the axis that keeps the fewest bytes alive; of equally good ones, the first.
+
+    Raises:
+      PolicyError: ``n`` or ``axis`` is not an integer. At the first trace: the axis cannot be
+        divided, and the message names the operation that blocks it and the axes that work.
+    """
+    call = f"pieces({shortened(n)})"
+    if axis is not None and (not isinstance(axis, int) or isinstance(axis, bool)):
+        raise PolicyError(
+            f"`{call[:-1]}, axis={shortened(axis)})`: the axis is not an integer",
+            hint="give the position of an axis of the largest array, or leave axis= out",
+        )
+    return Pieces(_count(call, n), axis)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Planned(Structural):
     """See `planned`."""
 

@@ -662,12 +662,26 @@ def may_join(eqn: Any, way: Way, read_by: Mapping[Any, Sequence[Any]]) -> bool:
     The derivative of a maximum is shared by all entries that are equal to it. Maxima of pieces
     would share it among the pieces first, so they may stand only where it is not used.
     """
-    for var, how in zip(eqn.outvars, way.outputs, strict=True):
-        if how in (Partial.MAX, Partial.MIN) and jnp.issubdtype(var.aval.dtype, jnp.inexact):
-            after = read_by.get(var, ())
-            if not after or any(e.primitive.name != "stop_gradient" for e in after):
-                return False
-    return True
+    return not any(
+        how in (Partial.MAX, Partial.MIN)
+        and jnp.issubdtype(var.aval.dtype, jnp.inexact)
+        and not _is_stopped(var, read_by)
+        for var, how in zip(eqn.outvars, way.outputs, strict=True)
+    )
+
+
+def _is_stopped(var: Any, read_by: Mapping[Any, Sequence[Any]], depth: int = 4) -> bool:
+    """Tell whether everything that reads a value passes it on to a `stop_gradient`."""
+    after = read_by.get(var, ())
+    return bool(after) and all(
+        e.primitive.name == "stop_gradient"
+        or (
+            depth > 0
+            and e.primitive.name in ("broadcast_in_dim", "reshape", "max", "squeeze")
+            and _is_stopped(e.outvars[0], read_by, depth - 1)
+        )
+        for e in after
+    )
 
 
 def inside(closed: Any, given: Sequence[How], n: int) -> Inside | None:

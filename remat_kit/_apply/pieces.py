@@ -1,0 +1,359 @@
+"""Run a program in a loop over pieces of an axis, and each piece again in the backward pass.
+
+`remat_kit._program.split` says which equations are in the loop. The loop has a derivative of its
+own, because the derivative that JAX makes of a scan starts with arrays of zeros that depend on
+nothing. XLA then allocates them for all layers at the beginning of the program. Here each buffer
+of a loop is made from an input of the loop, or in the backward pass from a cotangent, so that it is
+allocated when the loop begins (XLA's CPU and GPU compilers, jax 0.12).
+
+In the backward pass the loop runs over the pieces again. For each one it computes the activations
+of the piece, then the cotangents of its inputs. In forward mode it pushes the tangents through the
+pieces, and both loops can be differentiated again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from remat_kit import _jax
+from remat_kit._apply.region import relative
+from remat_kit._errors import PolicyError
+from remat_kit._policy.structural import Pieces
+from remat_kit._program import program as _program
+from remat_kit._program import split as _split
+from remat_kit._program.pieces import Along, How, Partial, Piece, on_piece, shape_of
+from remat_kit._program.program import Program, primitive_name
+from remat_kit._program.split import Blocked, Split
+
+
+def run(program: Program, policy: Pieces, args: Sequence[Any], *, call: str) -> list[Any]:
+    """Evaluate a program in pieces.
+
+    Args:
+        program: the program; its constants are concrete values or tracers of the current trace.
+        policy: the number of pieces, and the axis if the user gave one.
+        args: one value or tracer for each argument of the program.
+        call: the call of `policy` as the user wrote it, which messages quote.
+
+    Raises:
+        PolicyError: the axis, or every axis, is blocked by an operation.
+    """
+    inputs = [*program.consts, *args]
+    prefix, program = relative(dataclasses.replace(_program.without_dead(program), consts=()))
+    found = chosen(program, policy, call)
+    env = dict(zip(program.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, jec.Literal) else env[atom]
+
+    def plain(indices: Iterable[int]) -> None:
+        for i in indices:
+            eqn = program.eqns[i]
+            env.update(zip(eqn.outvars, _jax.bind(eqn, [read(v) for v in eqn.invars]), strict=True))
+
+    with jax.named_scope("/".join(prefix)) if prefix else contextlib.nullcontext():
+        plain(found.before)
+        loop = _Loop(found, -(-found.n // min(policy.n, found.n)))
+        outs = loop([env[v] for v, _ in loop.inputs])
+        env.update(zip((v for v, _ in found.outputs), outs, strict=True))
+        plain(found.after)
+    return [read(v) for v in program.outvars]
+
+
+# -- which axis -----------------------------------------------------------------------------------
+
+
+def chosen(program: Program, policy: Pieces, call: str) -> Split:
+    """Return the division of a program that a policy asks for."""
+    value = _split.widest(program)
+    if value is None:
+        raise PolicyError(
+            f"`{call}`: the function computes no array that can be divided",
+            hint="decorate a function whose activations are larger than its inputs and outputs",
+        )
+    rank = len(shape_of(value))
+    if policy.axis is not None and not -rank <= policy.axis < rank:
+        raise PolicyError(
+            f"`{call}`: {_described(program, value)} has no axis {policy.axis}",
+            hint=f"it has {rank} {'axis' if rank == 1 else 'axes'}; leave axis= out, and one that "
+            "works is chosen",
+        )
+    axes = range(rank) if policy.axis is None else [policy.axis % rank]
+    found = {axis: _along(program, value, axis, policy.n) for axis in axes}
+    splits = {axis: s for axis, s in found.items() if isinstance(s, Split)}
+    if not splits:
+        raise _cannot(program, value, policy, found, call)
+    return splits[max(splits, key=lambda axis: splits[axis].saved_bytes(policy.n))]
+
+
+def _along(program: Program, value: Any, axis: int, pieces: int) -> Split | Blocked:
+    entries = shape_of(value)[axis]
+    if entries < pieces:
+        plural = "y" if entries == 1 else "ies"
+        return Blocked(None, f"axis {axis} has {entries} entr{plural}, fewer than {pieces} pieces")
+    return _split.split(program, value, axis)
+
+
+def _cannot(
+    program: Program,
+    value: Any,
+    policy: Pieces,
+    found: dict[int, Split | Blocked],
+    call: str,
+) -> PolicyError:
+    what = _described(program, value)
+    if policy.axis is None:
+        reasons = "; ".join(f"axis {axis}: {reason}" for axis, reason in found.items())
+        return PolicyError(
+            f"`{call}`: {what} cannot be computed in {policy.n} pieces: {reasons}",
+            hint="decorate a smaller part of the function, without the operations that block, or "
+            "use fewer pieces",
+        )
+    ((axis, reason),) = found.items()
+    others = [
+        a
+        for a in range(len(shape_of(value)))
+        if a != axis and isinstance(_along(program, value, a, policy.n), Split)
+    ]
+    works = " and ".join(map(str, others))
+    return PolicyError(
+        f"`{call}`: {what} cannot be computed in {policy.n} pieces of axis {axis}: {reason}",
+        hint=f"axis {works} can be divided; without axis= the best one is chosen"
+        if others
+        else "no other axis can be divided; decorate a smaller part of the function",
+    )
+
+
+def _described(program: Program, value: Any) -> str:
+    eqn = next(e for e in program.eqns if value in e.outvars)
+    path = "/".join(program.path(eqn))
+    where = f" in {path}" if path else ""
+    kind = value.aval.str_short(short_dtypes=True)
+    return f"the largest array, {kind} of `{primitive_name(eqn)}`{where},"
+
+
+# -- the loop -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """A loop over pieces of ``size`` entries; the last piece may be smaller.
+
+    Its inputs are the values that each piece reads as a whole, then those that are cut. A value
+    that is read in several ways is an input several times.
+    """
+
+    split: Split
+    size: int
+
+    @functools.cached_property
+    def inputs(self) -> list[tuple[Any, How]]:
+        return [*((v, None) for v in self.split.whole), *self.split.cut]
+
+    @functools.cached_property
+    def moving(self) -> list[bool]:
+        """Which outputs have tangents: nobody differentiates a maximum over all pieces."""
+        return [
+            _is_float(v.aval) and how not in (Partial.MAX, Partial.MIN)
+            for v, how in self.split.outputs
+        ]
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        """Evaluate the loop; the result can be differentiated in any mode and order."""
+        return list(self._differentiable(*values))
+
+    @functools.cached_property
+    def _differentiable(self) -> Callable[..., list[Any]]:
+        def rule(primals: Any, tangents: Any) -> Any:
+            wrt = [
+                i
+                for i, d in enumerate(tangents)
+                if not isinstance(d, SymbolicZero) and _is_float(jax.typeof(primals[i]))
+            ]
+            ys = self._differentiable(*primals)
+            changes = iter(self._tangents(primals, wrt, [tangents[i] for i in wrt]))
+            return ys, [
+                next(changes) if m and wrt else SymbolicZero(jax.typeof(y).to_tangent_aval())
+                for y, m in zip(ys, self.moving, strict=True)
+            ]
+
+        return _jax.with_symbolic_zeros(self._evaluated, rule)
+
+    # .. the pieces
+
+    def over_pieces(self, start: list[Any], step: Callable[[list[Any], Piece], list[Any]]) -> Any:
+        """Carry values through all pieces. If the loop is differentiated, each step is a region."""
+        n, size = self.split.n, self.size
+        count, rest = divmod(n, size)
+
+        def one(carry: list[Any], offset: Any, size: int) -> list[Any]:
+            return step(carry, Piece(n, size, offset))
+
+        def iteration(carry: list[Any], index: Any) -> tuple[list[Any], None]:
+            region = _jax.checkpoint(functools.partial(one, size=size), prevent_cse=False)
+            return region(carry, index * size), None
+
+        carry, _ = lax.scan(iteration, start, jnp.arange(count))
+        return one(carry, jnp.asarray(count * size), rest) if rest else carry
+
+    def cut(self, values: Sequence[Any], piece: Piece) -> list[Any]:
+        return [
+            piece.cut(x, how) if isinstance(how, Along) else x
+            for x, (_, how) in zip(values, self.inputs, strict=True)
+        ]
+
+    def body(self, values: Sequence[Any], piece: Piece) -> list[Any]:
+        """Evaluate the equations of the loop on one piece."""
+        eqns, how = self.split.program.eqns, self.split.how
+        given = dict(zip(self.inputs, values, strict=True))
+        made: dict[Any, Any] = {}
+
+        def read(atom: Any, wanted: How) -> Any:
+            if isinstance(atom, jec.Literal):
+                return piece.cut(atom.val, wanted) if isinstance(wanted, Along) else atom.val
+            inside = atom in made and wanted is not None and how.get(atom) == wanted
+            return made[atom] if inside else given[atom, wanted]
+
+        for i, way in self.split.ways.items():
+            reads = zip(eqns[i].invars, way.inputs, strict=True)
+            outs = on_piece(eqns[i], way, [read(v, h) for v, h in reads], piece)
+            made.update(zip(eqns[i].outvars, outs, strict=True))
+        return [made[v] for v, _ in self.split.outputs]
+
+    # .. the loops
+
+    def _evaluated(self, *values: Any) -> list[Any]:
+        near = _nothing_yet(values)
+        hows = [how for _, how in self.split.outputs]
+        start = [_buffer(v.aval, how, near) for v, how in self.split.outputs]
+
+        def step(carry: list[Any], piece: Piece) -> list[Any]:
+            return _joined(hows, carry, self.body(self.cut(values, piece), piece), piece)
+
+        return self.over_pieces(start, step)
+
+    def _of_some(self, wrt: Sequence[int], values: Sequence[Any], piece: Piece) -> Any:
+        """Return the outputs that have tangents, as a function of some of the inputs."""
+
+        def some(*xs: Any) -> list[Any]:
+            given = list(values)
+            for i, x in zip(wrt, xs, strict=True):
+                given[i] = x
+            outs = self.body(given, piece)
+            return [y for y, m in zip(outs, self.moving, strict=True) if m]
+
+        return some
+
+    def _tangents(
+        self, primals: Sequence[Any], wrt: Sequence[int], tangents: Sequence[Any]
+    ) -> list[Any]:
+        outputs = [o for o, m in zip(self.split.outputs, self.moving, strict=True) if m]
+        if not outputs or not wrt:
+            return []
+        hows = [how for _, how in outputs]
+        entering = [self.inputs[i][1] for i in wrt]
+        count = len(primals)
+
+        def evaluate(*args: Any) -> list[Any]:
+            xs, ds = args[:count], args[count:]
+            near = _nothing_yet(ds)
+            start = [_buffer(v.aval.to_tangent_aval(), how, near) for v, how in outputs]
+
+            def step(carry: list[Any], piece: Piece) -> list[Any]:
+                values = self.cut(xs, piece)
+                moved = [
+                    piece.cut(d, how) if isinstance(how, Along) else d
+                    for d, how in zip(ds, entering, strict=True)
+                ]
+                fn = self._of_some(wrt, values, piece)
+                _, changes = jax.jvp(fn, [values[i] for i in wrt], moved)
+                return _joined(hows, carry, changes, piece)
+
+            return self.over_pieces(start, step)
+
+        def transpose(xs: list[Any], cts: list[Any]) -> list[Any]:
+            near = _nothing_yet([ct for ct in cts if ct is not None])
+            start = [_buffer(jax.typeof(xs[i]), how, near) for i, how in zip(wrt, entering)]
+            back = [how or Partial.SUM for how in entering]
+
+            def step(carry: list[Any], piece: Piece) -> list[Any]:
+                values = self.cut(xs, piece)
+                fn = self._of_some(wrt, values, piece)
+                ys, pull = jax.vjp(fn, *(values[i] for i in wrt))
+                given = [
+                    _jax.zeros(jax.typeof(y))
+                    if ct is None
+                    else piece.cut(ct, how)
+                    if isinstance(how, Along)
+                    else ct
+                    for y, ct, how in zip(ys, cts, hows, strict=True)
+                ]
+                return _joined(back, carry, pull(given), piece)
+
+            return self.over_pieces(start, step)
+
+        return _jax.linear_map(evaluate, transpose, primals, tangents)
+
+
+def _is_float(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _joined(
+    hows: Sequence[How], carry: Sequence[Any], found: Sequence[Any], piece: Piece
+) -> list[Any]:
+    return [
+        piece.put(whole, y, how)
+        if isinstance(how, Along)
+        else how.join(whole, y)
+        if how is not None
+        else y
+        for how, whole, y in zip(hows, carry, found, strict=True)
+    ]
+
+
+# -- buffers that depend on data ------------------------------------------------------------------
+
+
+def _nothing_yet(values: Sequence[Any]) -> Any:
+    """Return a False that the compiler can only compute once these values are there.
+
+    None if it would depend on nothing, because none of the values is a floating-point array.
+    """
+    known = None
+    for x in values:
+        if _is_float(jax.typeof(x)) and jnp.size(x):
+            first = lax.slice(x, (0,) * jnp.ndim(x), (1,) * jnp.ndim(x)).reshape(())
+            never = jnp.real(first).astype(jnp.float32) > np.inf
+            known = never if known is None else known | never
+    return known
+
+
+def _buffer(aval: Any, how: How, near: Any) -> Any:
+    """Return the value that the first piece of a result is joined with."""
+    dtype = aval.dtype
+    neutral: Any = 0
+    if how in (Partial.MAX, Partial.MIN):
+        low = how is Partial.MAX
+        if dtype == jnp.bool_:
+            neutral = not low
+        elif _is_float(aval):
+            neutral = -np.inf if low else np.inf
+        else:
+            info = jnp.iinfo(dtype)
+            neutral = info.min if low else info.max
+    value = jnp.asarray(neutral, dtype)
+    if near is not None:
+        value = jnp.where(near, jnp.zeros((), dtype), value) if neutral else near.astype(dtype)
+    return jnp.broadcast_to(value, aval.shape)
