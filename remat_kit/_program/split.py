@@ -318,27 +318,27 @@ class _Region:
     ) -> set[int]:
         """Choose the equations that run in pieces: those whose inputs are no larger than outputs.
 
-        Something that the loop reads costs its bytes if it is there only for the loop.
+        What the loop reads counts if it is computed only for the loop. If the loop reads a value in
+        several places, it counts once.
         """
         chosen: set[int] = set()
-        cost: dict[Any, int] = {}
+        reads_of: dict[Any, frozenset[Any]] = {}
 
-        def of_whole(v: Any) -> int:
-            there = isinstance(v, jec.Literal) or v in self.facts.given or v in self.whole
-            return 0 if there or v in self.how else _bytes(v)
+        def alone(v: Any) -> frozenset[Any]:
+            there = v in self.facts.given or v in self.whole or v in self.how
+            return frozenset() if there else frozenset([v])
 
         for i in sorted(planned):
             eqn, way = self.eqns[i], planned[i]
-            reads = {
-                v: cost.get(v, of_whole(v)) if wanted.get(v) == how else of_whole(v)
-                for v, how in zip(eqn.invars, way.inputs, strict=True)
-                if not isinstance(v, jec.Literal)
-            }
-            inside, outside = sum(reads.values()), sum(of_whole(v) for v in eqn.outvars)
-            if inside <= outside or i == force:
+            inside: frozenset[Any] = frozenset()
+            for v, how in zip(eqn.invars, way.inputs, strict=True):
+                if not isinstance(v, jec.Literal):
+                    follows = wanted.get(v) == how and v in reads_of
+                    inside |= reads_of[v] if follows else alone(v)
+            outside = frozenset().union(*map(alone, eqn.outvars))
+            if i == force or sum(map(_bytes, inside)) <= sum(map(_bytes, outside)):
                 chosen.add(i)
-            for v in eqn.outvars:
-                cost[v] = min(inside, outside)
+                reads_of.update(dict.fromkeys(eqn.outvars, inside))
         return chosen
 
     # .. what the region needs
@@ -466,4 +466,4 @@ def _cannot(eqn: Any, axis: int, n: int) -> str:
     name = primitive_name(eqn)
     if not _pieces.is_known(eqn):
         return f"`{name}` is not an operation that remat_kit can run in pieces"
-    return f"`{name}` mixes the {n:,} entries of axis {axis}"
+    return f"`{name}` mixes the {n:,} entries that pieces are made of"
