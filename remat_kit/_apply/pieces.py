@@ -193,7 +193,11 @@ class _Loop:
     # .. the pieces
 
     def over_pieces(self, start: list[Any], step: Callable[[list[Any], Piece], list[Any]]) -> Any:
-        """Carry values through all pieces. If the loop is differentiated, each step is a region."""
+        """Carry values through all pieces.
+
+        Each step is a region, for second derivatives. Under ``jax_remat3`` it is not, because a
+        region is a high-level primitive there, which a linear map cannot contain (jax 0.12).
+        """
         n, size = self.split.n, self.size
         count, rest = divmod(n, size)
 
@@ -201,7 +205,8 @@ class _Loop:
             return step(carry, Piece(n, size, offset))
 
         def iteration(carry: list[Any], index: Any) -> tuple[list[Any], None]:
-            region = _jax.checkpoint(functools.partial(one, size=size), prevent_cse=False)
+            step = functools.partial(one, size=size)
+            region = step if _jax.remat3() else _jax.checkpoint(step, prevent_cse=False)
             return region(carry, index * size), None
 
         carry, _ = lax.scan(iteration, start, jnp.arange(count))

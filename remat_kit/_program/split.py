@@ -220,7 +220,7 @@ class _Region:
         self.backward({value: along}, force=start)
         if start not in self.ways:
             eqn = self.eqns[start]
-            return Blocked(eqn, _cannot(eqn, along.axis, self.n))
+            return Blocked(eqn, _cannot(eqn, self.n))
         for i, eqn in enumerate(self.eqns):
             if i in self.ways or all(v in self.whole for v in eqn.outvars):
                 continue
@@ -256,7 +256,7 @@ class _Region:
                         wanted.setdefault(v, h)
                 self.backward({v: h for v, h in wanted.items() if v not in self.how})
                 return True
-        self.refused[i] = _cannot(eqn, how.axis, self.n)
+        self.refused[i] = _cannot(eqn, self.n)
         return False
 
     def agrees(self, i: int, eqn: Any, way: Way) -> bool:
@@ -462,7 +462,7 @@ class _Region:
 _NAMES = {Partial.SUM: "sum", Partial.MAX: "maximum", Partial.MIN: "minimum"}
 
 
-def _cannot(eqn: Any, axis: int, n: int) -> str:
+def _cannot(eqn: Any, n: int) -> str:
     name = primitive_name(eqn)
     if not _pieces.is_known(eqn):
         return f"`{name}` is not an operation that remat_kit can run in pieces"

@@ -1,0 +1,319 @@
+"""Programs that run in pieces: same values, less memory, and errors that say what blocks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from zoo import load
+
+from remat_kit import PolicyError, pieces, policy
+from remat_kit._apply.pieces import chosen
+from remat_kit._program.program import bodies
+from remat_kit._program.split import flat_program
+
+_GPT = {"layers": 2, "width": 32, "heads": 4, "vocab": 256, "seq": 32, "batch": 4}
+
+
+@functools.cache
+def model(name: str, **size: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    built: tuple[Callable[..., Any], tuple[Any, ...]] = load(name).build(**size, materialize=True)
+    return built
+
+
+def same(expected: Any, found: Any, tolerance: float = 1e-5) -> None:
+    """Compare two pytrees within rounding.
+
+    The gradient of the bias of a key is zero, and what is computed is rounding alone.
+    """
+    largest = max(float(np.max(np.abs(a))) for a in jax.tree.leaves(expected) if np.size(a))
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        scale = max(1e-3 * largest, float(np.max(np.abs(a)))) if np.size(a) else 1.0
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=tolerance * scale)
+
+
+def temporaries(fn: Callable[..., Any], args: Any) -> int:
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    compiled = jax.jit(jax.grad(fn)).lower(*shapes).compile()
+    return int(compiled.memory_analysis().temp_size_in_bytes)
+
+
+def compare(fn: Callable[..., Any], split: Callable[..., Any], args: Any) -> None:
+    whole, found = (jax.jit(jax.value_and_grad(f))(*args) for f in (fn, split))
+    same(whole, found)
+
+
+# -- the models -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("at", "what"),
+    [
+        ("*/mlp", pieces(4)),
+        ("*/mlp", pieces(8, axis=1)),
+        ("*/mlp", pieces(8, axis=2)),  # partial sums of the output
+        ("*/attn", pieces(4, axis=1)),  # heads
+        ("*/attn", pieces(8, axis=2)),  # query rows
+        ("*/block_*", pieces(4)),
+        (None, pieces(3)),  # a last piece of its own
+        (None, pieces(8, axis=1)),
+    ],
+    ids=str,
+)
+def test_gpt(at: str | None, what: Any) -> None:
+    loss, args = model("gpt", **_GPT)
+    split = policy(what, at=at)(loss)
+    compare(loss, split, args)
+    assert temporaries(split, args) < temporaries(loss, args)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "at", "what"),
+    [
+        ("gpt", {**_GPT, "scan": True}, "*/mlp", pieces(4)),
+        ("gpt", {**_GPT, "dropout": 0.3}, "*/mlp", pieces(4)),
+        ("gpt", {**_GPT, "dropout": 0.3}, "*/attn", pieces(8, axis=2)),
+        ("gpt_nnx", _GPT, "*/mlp", pieces(4)),
+        ("gpt_nnx", {**_GPT, "dropout": 0.3}, "*/attn", pieces(4, axis=1)),
+        ("vgg", {"image": 32, "batch": 4, "width": 4, "hidden": 16}, "*/block_0", pieces(4)),
+        ("vgg", {"image": 32, "batch": 4, "width": 4, "hidden": 16}, None, pieces(4)),
+        (
+            "llama_nnx",
+            {"size": "tiny", "batch": 2, "seq": 32, "layers": 2},
+            "*/mlp",
+            pieces(8, axis=1),
+        ),
+        ("bert", {"size": "tiny", "batch": 4}, "*/block_*", pieces(4)),
+        ("vit", {"size": "tiny", "batch": 4}, "*/block_*", pieces(4)),
+        ("lstm", {"batch": 4}, None, pieces(4)),
+    ],
+    ids=str,
+)
+def test_models(name: str, size: dict[str, Any], at: str | None, what: Any) -> None:
+    loss, args = model(name, **size)
+    compare(loss, policy(what, at=at)(loss), args)
+
+
+@pytest.mark.parametrize("at", ["*/mlp", None])
+def test_both_implementations_of_regions(at: str | None, implementation: Any) -> None:
+    loss, args = model("gpt", **_GPT)
+    compare(loss, policy(pieces(4), at=at)(loss), args)
+
+
+# -- all transformations --------------------------------------------------------------------------
+
+
+def head(w: Any, x: Any, labels: Any) -> Any:
+    logits = jax.nn.log_softmax(x @ w)
+    return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], axis=1))
+
+
+def _head_arguments() -> tuple[Any, ...]:
+    keys = jax.random.split(jax.random.key(0))
+    w, x = jax.random.normal(keys[0], (8, 50)), jax.random.normal(keys[1], (37, 8))
+    return w, x, jnp.arange(37)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda f, w, v: jax.jvp(f, (w,), (v,)),
+        lambda f, w, v: jax.vjp(f, w)[1](jnp.float32(2.0)),
+        lambda f, w, v: jax.grad(lambda w: jnp.vdot(jax.grad(f)(w), v))(w),
+        lambda f, w, v: jax.jvp(jax.grad(f), (w,), (v,)),
+        lambda f, w, v: jax.grad(lambda w: jax.jvp(f, (w,), (v,))[1])(w),
+        lambda f, w, v: jax.jvp(lambda w: jax.jvp(f, (w,), (v,))[1], (w,), (v,)),
+        lambda f, w, v: jax.vmap(jax.grad(f))(jnp.stack([w, 2 * w])),
+        lambda f, w, v: jax.grad(lambda w: jax.vmap(f)(jnp.stack([w, 2 * w])).sum())(w),
+        lambda f, w, v: jax.jacfwd(jax.grad(f))(w),
+        lambda f, w, v: jax.linearize(f, w)[1](v),
+        lambda f, w, v: jax.grad(jax.checkpoint(f))(w),
+        lambda f, w, v: jax.grad(jax.jit(f))(w),
+        lambda f, w, v: jax.grad(
+            lambda w: jax.lax.scan(lambda c, s: (c + f(s * w), None), 0.0, jnp.arange(1.0, 4.0))[0]
+        )(w),
+    ],
+)
+def test_transformations(order: Any, implementation: Any) -> None:
+    w, x, labels = _head_arguments()
+    v = jnp.cos(w)
+    whole, split = (
+        order(lambda w, f=f: f(w, x, labels), w, v) for f in (head, policy(pieces(4))(head))
+    )
+    same(whole, split)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 36, 37])
+def test_any_number_of_pieces(count: int) -> None:
+    args = _head_arguments()
+    compare(head, policy(pieces(count))(head), args)
+
+
+def test_integer_and_bool_results() -> None:
+    def fn(x: Any, y: Any) -> Any:
+        wide = jnp.tanh(x[:, None] * y)  # (12, 40)
+        return jnp.argmax(wide, 1), jnp.any(wide > 0.9), jnp.sum(wide > 0, 0), jnp.sum(wide * wide)
+
+    x, y = jnp.linspace(-1.0, 1.0, 12), jnp.linspace(-2.0, 2.0, 40)[None]
+    for a, b in zip(fn(x, y), policy(pieces(4, axis=0))(fn)(x, y), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+        assert a.dtype == b.dtype
+    with pytest.raises(PolicyError, match="`argmax` mixes the 40 entries"):
+        policy(pieces(4, axis=1))(fn)(x, y)
+
+
+def test_a_softmax_without_its_gradient_through_the_maximum() -> None:
+    """The maximum over pieces is exact, and its gradient is not used."""
+
+    def spread(x: Any) -> Any:
+        wide = jnp.exp(x[:, None] * jnp.arange(40.0)[None])
+        return jnp.sum(wide) / jax.lax.stop_gradient(jnp.max(wide))
+
+    x = jnp.linspace(0.1, 0.2, 12)
+    compare(spread, policy(pieces(4))(spread), (x,))
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def test_an_error_names_what_blocks_and_what_works() -> None:
+    args = _head_arguments()
+    with pytest.raises(
+        PolicyError, match=r"pieces of axis 1: `.*` needs all pieces of the max"
+    ) as e:
+        policy(pieces(4, axis=1))(head)(*args)
+    assert "hint: axis 0 can be divided" in str(e.value)
+    assert "f32[37,50] of `dot_general`" in str(e.value)
+    with pytest.raises(PolicyError, match="has no axis 2"):
+        policy(pieces(4, axis=2))(head)(*args)
+    with pytest.raises(PolicyError, match="37 entries, fewer than 38 pieces"):
+        policy(pieces(38, axis=0))(head)(*args)
+    compare(head, policy(pieces(4, axis=-2))(head), args)
+
+
+def test_every_axis_may_be_blocked() -> None:
+    def fn(x: Any) -> Any:
+        wide = jnp.fft.fft(jnp.tile(x[None], (8, 1)), axis=1)
+        return jnp.sum(jnp.abs(jnp.fft.fft2(wide)))
+
+    with pytest.raises(PolicyError, match=r"axis 0: .*; axis 1: .*`fft` is not an operation"):
+        policy(pieces(2))(fn)(jnp.ones(6))
+
+
+def test_batch_statistics_block_the_batch() -> None:
+    loss, args = model("resnet", depth=18, batch=4, image=32, width=4, classes=10)
+    with pytest.raises(PolicyError, match="needs all pieces of the sum that `reduce_sum` computes"):
+        policy(pieces(4, axis=0), at="*/block_0")(loss)(*args)
+
+
+def test_effects_block() -> None:
+    def fn(x: Any) -> Any:
+        y = jnp.tanh(x[:, None] * jnp.ones((1, 20)))
+        jax.debug.print("{}", y[0, 0])
+        return jnp.sum(y)
+
+    with pytest.raises(PolicyError, match="has an effect"):
+        policy(pieces(2))(fn)(jnp.ones(6))
+
+
+# -- modules --------------------------------------------------------------------------------------
+
+
+class _Wide(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(4)(nn.gelu(nn.Dense(64)(x)))
+
+
+class _WideNNX(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up, self.down = nnx.Linear(4, 64, rngs=rngs), nnx.Linear(64, 4, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: Any) -> Any:
+        self.calls[...] = self.calls[...] + 1
+        return self.down(self.drop(nnx.gelu(self.up(x))))
+
+
+def test_a_linen_class() -> None:
+    x = jnp.ones((8, 4))
+    params = _Wide().init(jax.random.key(0), x)
+    lean = policy(pieces(4))(_Wide)()
+
+    def loss(module: Any, params: Any) -> Any:
+        return jnp.sum(module.apply(params, x) ** 2)
+
+    compare(functools.partial(loss, _Wide()), functools.partial(loss, lean), (params,))
+    assert jax.tree.structure(lean.init(jax.random.key(0), x)) == jax.tree.structure(params)
+
+
+def test_an_nnx_class_keeps_its_state_and_its_masks() -> None:
+    def run(cls: Any) -> Any:
+        module, x = cls(nnx.Rngs(0)), jnp.linspace(-1, 1, 32).reshape(8, 4)
+        grads = nnx.grad(lambda m: jnp.sum(m(x) ** 2))(module)
+        return jax.tree.leaves(grads), module.calls[...], module(x)
+
+    same(run(_WideNNX), run(policy(pieces(4))(_WideNNX)))
+
+
+def test_a_step_with_donation() -> None:
+    loss, args = model("gpt", **_GPT)
+
+    def step(params: Any, tokens: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, tokens))
+
+    whole = jax.jit(step)(*args)
+    lean = policy(pieces(4), at="*/mlp")(jax.jit(step, donate_argnums=0))
+    same(whole, lean(jax.tree.map(jnp.copy, args[0]), args[1]))
+
+
+# -- what the compiler makes of it ----------------------------------------------------------------
+
+
+def test_buffers_depend_on_data() -> None:
+    """No loop starts from an array of zeros that the compiler could make ahead of time."""
+    loss, args = model("gpt", **_GPT)
+    lean = policy(pieces(4), at="*/mlp")(loss)
+    scans = 0
+    todo = [jax.make_jaxpr(jax.grad(lean))(*args).jaxpr]
+    while todo:
+        jaxpr = todo.pop()
+        made = {v: e for e in jaxpr.eqns for v in e.outvars}
+
+        def constant(v: Any, made: Any = made) -> bool:
+            if isinstance(v, jax.extend.core.Literal):
+                return True
+            return v in made and all(map(constant, made[v].invars))
+
+        for eqn in jaxpr.eqns:
+            todo += [getattr(b.jaxpr, "jaxpr", b.jaxpr) for b in bodies(eqn)]
+            if eqn.primitive.name == "scan":
+                scans += 1
+                arrays = [v for v in eqn.invars if getattr(v.aval, "ndim", 0) > 1]
+                assert arrays
+                assert not any(map(constant, arrays))
+    assert scans >= 4  # forward and backward of two layers
+
+
+def test_the_axis_that_keeps_the_fewest_bytes_alive() -> None:
+    def fn(w: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(jnp.einsum("btd,dv->btv", x, w)))
+
+    def axis(*shape: int) -> int:
+        args = jax.ShapeDtypeStruct((4, 64), "float32"), jax.ShapeDtypeStruct(shape, "float32")
+        program = flat_program(jax.make_jaxpr(fn)(*args))
+        found = chosen(program, pieces(4), "call")
+        (way,) = [w for i, w in found.ways.items() if program.eqns[i].primitive.name == "sin"]
+        how: Any = way.outputs[0]
+        return how.axis
+
+    assert axis(8, 16, 4) == 0
+    assert axis(2, 16, 4) == 1  # two sequences make no four pieces
