@@ -238,6 +238,7 @@ class Policy:
     # `structural.Structural`, whose policies also say where regions are, overrides both.
     places_regions: ClassVar[bool] = False
     _head: ClassVar[str] = ""
+    _takes_keep: ClassVar[bool] = True
     _precedence = 9
     _depth = 1
 
@@ -363,7 +364,9 @@ def _operand(obj: Any, sign: str) -> Policy:
     if policy.places_regions:
         raise PolicyError(
             f"`... {sign} {policy!r}`: a policy that says where regions are cannot be combined",
-            hint=f"put the rest inside it: `{policy._head}, keep=...)`",
+            hint=f"put the rest inside it: `{policy._head}, keep=...)`"
+            if policy._takes_keep
+            else "decorate twice, or apply each with its own at=",
         )
     return policy
 

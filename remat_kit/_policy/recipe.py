@@ -203,6 +203,8 @@ def _read(node: ast.expr, text: str) -> Any:
             return _CONSTANTS[name]
         case ast.BinOp(op=op) if type(op) in _OPERATORS:
             return _read_chain(node, text)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
         case ast.UnaryOp(op=ast.Invert(), operand=operand):
             a: Any = _operand(operand, text)
             return _apply(node, text, lambda: ~a)

@@ -206,6 +206,7 @@ class Pieces(Structural):
     n: int
     axis: int | None = None
     _head = "pieces(n"
+    _takes_keep = False
 
     def __repr__(self) -> str:
         return f"pieces({self.n})" if self.axis is None else f"pieces({self.n}, axis={self.axis})"
@@ -266,6 +267,7 @@ class Planned(Structural):
     strict: bool = True
     step: bool = False
     _head = "planned(program"
+    _takes_keep = False
 
     def __repr__(self) -> str:
         lines = ", ".join(map(repr, (self.program, *self.lines)))
@@ -350,6 +352,7 @@ class Automatic(Structural):
     path: str | None
     strict: bool
     _head = "auto(budget"
+    _takes_keep = False
 
     def __repr__(self) -> str:
         rest = {

@@ -12,14 +12,13 @@ vocabulary do not, because a softmax needs the largest of all logits first:
 >>> import jax, jax.numpy as jnp
 >>> def head(w, x):
 ...     return -jnp.mean(jax.nn.log_softmax(x @ w)[:, 0])
->>> closed = jax.make_jaxpr(head)(jnp.ones((4, 1000)), jnp.ones((8, 4)))
->>> program = flat_program(closed)
+>>> program = Program.of(jax.make_jaxpr(head)(jnp.ones((4, 1000)), jnp.ones((8, 4))))
 >>> value = widest(program)
 >>> found = split(program, value, 0)
 >>> [how for _, how in found.outputs]
 [<Partial.SUM: 'sum'>]
->>> split(program, value, 1).eqn.primitive
-stop_gradient
+>>> isinstance(split(program, value, 1), Blocked)
+True
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ from remat_kit import _jax
 from remat_kit._program import ops as _ops
 from remat_kit._program import pieces as _pieces
 from remat_kit._program.pieces import Along, How, In, Out, Partial, Way
-from remat_kit._program.program import Program, flat_program, primitive_name
-
-__all__ = ["Blocked", "Split", "flat_program", "split", "widest"]
+from remat_kit._program.program import Program, primitive_name
 
 # A value that leaves the loop with more than this share of the bytes of the value that is divided
 # makes the loop useless.
@@ -146,7 +143,7 @@ def split(program: Program, value: Any, axis: int) -> Split | Blocked:
     shape = _pieces.shape_of(value)
     n = shape[axis]
     if n < 2:
-        return Blocked(None, f"axis {axis} has {n} entries")
+        return Blocked(None, f"axis {axis} has {n} entr{'y' if n == 1 else 'ies'}")
     for eqn in program.eqns:
         if _jax.has_effects(eqn):
             name = primitive_name(eqn)

@@ -16,8 +16,7 @@ from zoo import load
 
 from remat_kit import PolicyError, pieces, policy
 from remat_kit._apply.pieces import chosen
-from remat_kit._program.program import bodies
-from remat_kit._program.split import flat_program
+from remat_kit._program.program import bodies, flat_program
 
 _GPT = {"layers": 2, "width": 32, "heads": 4, "vocab": 256, "seq": 32, "batch": 4}
 

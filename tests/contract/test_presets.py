@@ -36,11 +36,16 @@ PARAMETERS = {
     "block": "2",
     "larger_than": "256B",
     "mindspore_primitive": "max,exp,tanh",
+    "chunked_attention": "2",
+    "maxtext_vocab_tiling": "2",
     "names": "attn_out",
     "nested": "2",
     "segments": "attn_out",
+    "tiled_mlp": "2",
     "uniform": "2",
 }
+# These add up in another order, and divide axes that not every block has.
+IN_PIECES = {"chunked_attention", "maxtext_vocab_tiling", "tiled_mlp"}
 NAMED = {"axlearn_offload", "axlearn_save", "names", "segments"}  # need names, which GPTs have
 PRESETS = [r.name for r in remat_kit.recipes()]
 # By default every preset is tried on one model, and models in Linen and in NNX with these. Scans
@@ -100,6 +105,8 @@ def assert_same(case, policy, **options):
     expected, got = undecorated(case), evaluate(case, gradient_program(case, policy, **options))
     scale = max(float(jnp.max(jnp.abs(g))) for g in expected[1:])
     bound = 2 * np.spacing(np.float32(scale)) if "scan" in case else 0.0
+    if policy.partition(":")[0] in IN_PIECES:
+        bound = 8 * np.spacing(np.float32(scale))
     assert len(got) == len(expected)
     worst = max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(expected, got, strict=True))
     assert worst <= bound, f"{policy} on {case}: {worst} apart, largest gradient {scale}"
@@ -114,7 +121,7 @@ def combinations(presets):
         (case, spelled(preset))
         for case in CASES
         for preset in presets
-        if preset not in NAMED or "gpt" in case
+        if preset not in NAMED | IN_PIECES or "gpt" in case
     ]
 
 
