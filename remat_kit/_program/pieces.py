@@ -163,7 +163,8 @@ _WAYS: dict[str, Callable[[Any, int, In | Out, Along], list[Way]]] = {}
 
 def _matches(*names: str) -> Callable[[Any], Any]:
     def register(rule: Any) -> Any:
-        _MATCHES.update(dict.fromkeys(names, rule))
+        for name in names:
+            _MATCHES[name] = rule
         return rule
 
     return register
@@ -171,7 +172,8 @@ def _matches(*names: str) -> Callable[[Any], Any]:
 
 def _ways(*names: str) -> Callable[[Any], Any]:
     def register(rule: Any) -> Any:
-        _WAYS.update(dict.fromkeys(names, rule))
+        for name in names:
+            _WAYS[name] = rule
         return rule
 
     return register
@@ -914,10 +916,7 @@ def _whole_rules(eqn: Any) -> tuple[Any, Any] | None:
         first = jax.make_jaxpr(forward)(*avals)
         count = len(eqn.outvars)
         outs = first.out_avals
-        cts = [
-            a.to_cotangent_aval() if hasattr(a, "to_cotangent_aval") else a.to_tangent_aval()
-            for a in outs[:count]
-        ]
+        cts = [a.to_tangent_aval() for a in outs[:count]]
         return first, jax.make_jaxpr(backward)(outs[count:], cts)
     except Exception:
         return None  # JAX raises the error where the function is differentiated

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from zoo import load
 
-from remat_kit import PolicyError, pieces, policy
+from remat_kit import PolicyError, measure, pieces, policy
 from remat_kit._apply.pieces import chosen
 from remat_kit._program.program import bodies, flat_program
 
@@ -316,3 +316,19 @@ def test_the_axis_that_keeps_the_fewest_bytes_alive() -> None:
 
     assert axis(8, 16, 4) == 0
     assert axis(2, 16, 4) == 1  # two sequences make no four pieces
+
+
+def test_pieces_inside_of_regions() -> None:
+    loss, args = model("gpt", **_GPT)
+    split = policy("nothing", at="*/block_*")(policy(pieces(4), at="*/attn")(loss))
+    compare(loss, split, args)
+    regions = policy("nothing", at="*/block_*")(loss)
+    assert temporaries(split, args) < temporaries(regions, args)
+
+
+def test_less_memory_on_a_tpu() -> None:
+    loss, args = load("gpt").build(size="tiny", layers=1, width=64, vocab=16384, seq=512, batch=4)
+    split = policy(pieces(16))(loss)
+    whole, found = (measure(f, *args, target="tpu-v5e").temp_bytes for f in (loss, split))
+    assert whole > 4 * 512 * 16384 * 4  # the logits
+    assert found < 0.1 * whole
