@@ -145,6 +145,12 @@ def policy(
             "regions itself",
             hint="leave at= out, and decorate the loss or the step instead of its blocks",
         )
+    if isinstance(chosen, _structural.Pieces) and prevent_cse is not None:
+        raise UserError(
+            f"`policy({_text(what)}, prevent_cse={prevent_cse!r})`: pieces are the iterations of a "
+            "loop, in which there is nothing to prevent",
+            hint="leave prevent_cse= out",
+        )
     application = Application(
         policy=chosen,
         at=at,

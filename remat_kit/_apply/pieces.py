@@ -14,9 +14,10 @@ pieces, and both loops can be differentiated again.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +37,22 @@ from remat_kit._program.pieces import Along, How, Partial, Piece, on_piece, shap
 from remat_kit._program.program import Program, primitive_name
 from remat_kit._program.split import Blocked, Split
 
+_traced: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("traced", default=None)
+
+
+@contextlib.contextmanager
+def noticed() -> Iterator[list[str]]:
+    """Collect the calls that are traced in pieces in this context.
+
+    A function that `jax.jit` has traced before is not traced again, and not noticed.
+    """
+    calls: list[str] = []
+    token = _traced.set(calls)
+    try:
+        yield calls
+    finally:
+        _traced.reset(token)
+
 
 def run(program: Program, policy: Pieces, args: Sequence[Any], *, call: str) -> list[Any]:
     """Evaluate a program in pieces.
@@ -49,6 +66,8 @@ def run(program: Program, policy: Pieces, args: Sequence[Any], *, call: str) -> 
     Raises:
         PolicyError: the axis, or every axis, is blocked by an operation.
     """
+    if (calls := _traced.get()) is not None:
+        calls.append(call)
     inputs = [*program.consts, *args]
     prefix, program = relative(dataclasses.replace(_program.without_dead(program), consts=()))
     found = chosen(program, policy, call)

@@ -95,11 +95,13 @@ def value_shards(program: Program, structs: Sequence[jax.ShapeDtypeStruct]) -> S
         return leaves
 
     shapes = result_shards(every, structs)
-    return None if shapes is None else _shards(jax.tree.unflatten(trees[-1], map(_Leaf, shapes)), 0)
+    return (
+        None if shapes is None else _shards(jax.tree.unflatten(trees[-1], map(_Shaped, shapes)), 0)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Leaf:
+class _Shaped:
     shape: Shape
 
 
