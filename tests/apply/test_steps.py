@@ -59,6 +59,8 @@ def test_the_values_are_those_of_the_step(name):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+# JAX 0.10.2 schedules these few operations so that nothing is saved, and `measure` warns of that.
+@pytest.mark.filterwarnings("ignore:.*saves no memory:remat_kit.RematKitWarning")
 def test_memory_falls_and_donation_stays():
     def deep(weights, x):
         for i, w in enumerate(weights):
@@ -75,7 +77,6 @@ def test_memory_falls_and_donation_stays():
         remat_kit.measure(f, *args)
         for f in (step_of(deep), step_of(lean(deep)), lean(step_of(deep)))
     )
-    # JAX 0.10.2 schedules these few operations so that nothing is saved, wherever the policy is.
     assert wanted.temp_bytes < 0.7 * before.temp_bytes or _jax.JAX_VERSION < (0, 11)
     assert abs(after.temp_bytes - wanted.temp_bytes) <= 0.01 * wanted.temp_bytes
     assert after.alias_bytes == before.alias_bytes == 8 * 64 * 64 * 4

@@ -3,8 +3,14 @@
 import json
 
 import on_device
+import pytest
+
+from remat_kit import _jax
 
 
+@pytest.mark.skipif(
+    _jax.JAX_VERSION < (0, 11), reason="XLA:CPU of JAX 0.10.2 does not bring the step to half"
+)
 def test_variants_run_and_are_held_against_what_was_planned(capsys, tmp_path):
     path = tmp_path / "table.json"
     given = ["--smoke", "--only", "mlp", "--folder", str(tmp_path / "plans"), "--json", str(path)]

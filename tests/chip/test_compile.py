@@ -436,6 +436,9 @@ def warnings_of(fn, **options):
     return memory, [str(w.message) for w in found if "saves no memory" in str(w.message)]
 
 
+@pytest.mark.skipif(
+    _jax.JAX_VERSION < (0, 11), reason="XLA:CPU of JAX 0.10.2 saves nothing for this step"
+)
 def test_a_policy_on_a_step_that_saves_no_memory_is_a_warning():
     _, none = warnings_of(long_step)
     assert not none

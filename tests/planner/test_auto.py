@@ -13,7 +13,7 @@ import pytest
 from interpreter import one_by_one
 from step_programs import updated
 
-from remat_kit import PolicyError, RematKitWarning, UserError, auto, policy
+from remat_kit import PolicyError, RematKitWarning, UserError, _jax, auto, policy
 from remat_kit._cli.main import main
 from remat_kit._planner import auto as planner
 from remat_kit._policy import recipe
@@ -143,6 +143,9 @@ def test_the_blocks_of_a_model_have_no_plan_of_their_own():
         policy("auto:0.7", at="block_*")
 
 
+@pytest.mark.skipif(
+    _jax.JAX_VERSION < (0, 11), reason="XLA:CPU of JAX 0.10.2 does not bring this loss to 0.7"
+)
 def test_the_command_line_plans_the_whole_loss(capsys):
     size = ["--size", "batch=4096", "features=64", "hidden=64"]
     assert main(["measure", "models/mlp.py:build", *size, "--policy", "auto:0.7"]) == 0
