@@ -14,10 +14,9 @@ pieces, and both loops can be differentiated again.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -37,21 +36,14 @@ from remat_kit._program.pieces import Along, How, Partial, Piece, on_piece, shap
 from remat_kit._program.program import Program, primitive_name
 from remat_kit._program.split import Blocked, Split
 
-_traced: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("traced", default=None)
 
+def is_loop(eqn: Any) -> bool:
+    """Tell whether an equation of a traced program is the loop of a function in pieces.
 
-@contextlib.contextmanager
-def noticed() -> Iterator[list[str]]:
-    """Collect the calls that are traced in pieces in this context.
-
-    A function that `jax.jit` has traced before is not traced again, and not noticed.
+    Nothing in the equation says so, but it was traced in this module.
     """
-    calls: list[str] = []
-    token = _traced.set(calls)
-    try:
-        yield calls
-    finally:
-        _traced.reset(token)
+    frames = _jax.user_frames(eqn)
+    return eqn.primitive.name == "scan" and any(file == __file__ for file, _, _ in frames)
 
 
 def run(program: Program, policy: Pieces, args: Sequence[Any], *, call: str) -> list[Any]:
@@ -66,8 +58,6 @@ def run(program: Program, policy: Pieces, args: Sequence[Any], *, call: str) -> 
     Raises:
         PolicyError: the axis, or every axis, is blocked by an operation.
     """
-    if (calls := _traced.get()) is not None:
-        calls.append(call)
     inputs = [*program.consts, *args]
     prefix, program = relative(dataclasses.replace(_program.without_dead(program), consts=()))
     found = chosen(program, policy, call)

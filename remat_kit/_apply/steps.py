@@ -28,6 +28,7 @@ from remat_kit._frameworks import flax as _flax
 from remat_kit._frameworks import haiku as _haiku
 from remat_kit._frameworks.arguments import Call
 from remat_kit._policy import patterns as _patterns
+from remat_kit._policy import schedule as _schedule
 from remat_kit._policy.algebra import Policy
 from remat_kit._policy.structural import Automatic
 from remat_kit._program import losses as _losses
@@ -116,7 +117,9 @@ class StepCalls:
             with self.catching():
                 result = self.fn(*args, **kwargs)
         except PolicyError as error:
-            raise (_should_be_jitted(error) if runs_one_by_one else error) from None
+            if runs_one_by_one and _schedule.ANOTHER_PROGRAM in error.message:
+                raise _should_be_jitted(error) from None
+            raise
         if self.known is None:
             self.known = bool(self.seen)
         elif not self.seen and not self.is_warned:
@@ -228,8 +231,7 @@ def _should_be_jitted(error: PolicyError) -> PolicyError:
     return PolicyError(
         error.message,
         hint="jit the step, with jax.jit or nnx.jit: outside of jit it may run other operations "
-        "than the plan was made for, as Flax NNX does to update its counters. If it is jitted: "
-        + (error.hint or "see the documentation of policy"),
+        f"than the plan was made for, as Flax NNX does to update its counters. Or {error.hint}",
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from remat_kit._errors import UserError
-from remat_kit._inspect.recomputed import duplicates
+from remat_kit._inspect.recomputed import duplicates, warn_of_pieces
 from remat_kit._program.flow import FORWARD, ConstantNumber, NumberedValue, Numbering, Op
 from remat_kit._program.gradient import Gradient
 from remat_kit._program.losses import gradients_of
@@ -55,7 +55,8 @@ def diff(
 
     Returns:
         The difference. Its ``duplicates`` are the operations of ``after`` that repeat an earlier
-        one in a checkpoint region. Names, copies, barriers and transfers do not count.
+        one in a checkpoint region. Names, copies, barriers and transfers do not count. If the
+        program is partitioned over several devices, FLOPs are those of all devices together.
 
     Raises:
         NotDifferentiableError, UserError: a loss has no gradient for these arguments.
@@ -63,6 +64,7 @@ def diff(
     numberings: dict[int, Numbering] = {}
     _, old = gradients_of(before, args, argnums, call="diff", numberings=numberings)
     _, new = gradients_of(after, args, argnums, call="diff", numberings=numberings)
+    warn_of_pieces([part.gradient for part in (*old, *new)], "diff")
     if len(old) != len(new):
         raise UserError(
             f"`diff`: the first function differentiates {len(old)} losses, and the second "

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from remat_kit import _frames
+from remat_kit._apply import pieces as _pieces
 from remat_kit._program import ops as _ops
 from remat_kit._program.flow import Op
 from remat_kit._program.gradient import Gradient, trace_gradient
@@ -121,6 +123,25 @@ def recomputed_of(gradient: Gradient) -> list[Recomputed]:
     regions = region_paths(gradient)
     found = [_summary(key, ops, regions) for key, ops in groups.items()]
     return sorted(found, key=lambda r: (-r.flops, -r.bytes))
+
+
+def warn_of_pieces(gradients: Iterable[Gradient], call: str) -> None:
+    """Emit a `RematKitWarning` if a loss runs in pieces, whose recomputation is not found.
+
+    The backward pass runs the loop over the pieces again as operations of its own, which have no
+    twin in the forward pass.
+
+    Args:
+        gradients: of the losses.
+        call: the public function that the warning names.
+    """
+    ops = (op for gradient in gradients for op in gradient.primal.ops)
+    if any(op.kind == "carry" and _pieces.is_loop(op.eqn) for op in ops):
+        _frames.warn(
+            f"`{call}`: the loss runs in pieces, and what the backward pass recomputes for them is "
+            "not counted as recomputed; the compiled memory is right",
+            "compare the memory with and without `pieces`, and measure the time of a step",
+        )
 
 
 def region_paths(gradient: Gradient) -> dict[int, str]:

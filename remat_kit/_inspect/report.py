@@ -14,7 +14,6 @@ from typing import Any
 
 from remat_kit import _files, _frames
 from remat_kit._apply import decorate as _decorate
-from remat_kit._apply import pieces as _pieces
 from remat_kit._apply import void as _void
 from remat_kit._chip import compile as _compile
 from remat_kit._chip.memory import Memory
@@ -111,11 +110,9 @@ def inspect(
     """
     _void.check_at(policy, at, "inspect")
     loss = fn if policy is None else _decorate.policy(policy, at=at)(fn)
-    with _pieces.noticed() as in_pieces:
-        step, parts = gradients_of(loss, args, argnums, call="inspect")
+    step, parts = gradients_of(loss, args, argnums, call="inspect")
     gradients = [part.gradient for part in parts]
-    if in_pieces:
-        _warn_of_pieces()
+    _recomputed.warn_of_pieces(gradients, "inspect")
     kept = [_residuals.kept_of(gradient) for gradient in gradients]
     recomputed = [tuple(_recomputed.recomputed_of(gradient)) for gradient in gradients]
     forward_flops = [_recomputed.forward_flops(gradient) for gradient in gradients]
@@ -273,15 +270,6 @@ class ShownReport(Shown):
         chosen = _figures.chosen_target(reports, target, call="to_perfetto")
         trace = json.dumps(_figures.perfetto(reports, chosen))
         _files.write_whole(path, trace)
-
-
-def _warn_of_pieces() -> None:
-    """Warn that the report does not see the recomputation of a loss in pieces."""
-    _frames.warn(
-        "`inspect`: the loss runs in pieces, and what the backward pass recomputes for them is not "
-        "counted as recomputed; the compiled memory is right",
-        "compare the memory with and without `pieces`, and measure the time of a step",
-    )
 
 
 @dataclasses.dataclass(frozen=True)

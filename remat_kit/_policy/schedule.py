@@ -349,6 +349,9 @@ def _aval(var: Any) -> str:
     return f"{getattr(var.aval, 'dtype', '')}{list(getattr(var.aval, 'shape', ()))};"
 
 
+ANOTHER_PROGRAM = "the plan was made for another program"
+
+
 def check(planned: str, program: Program, *, strict: bool, call: str) -> None:
     """Raise if a plan was made for another program.
 
@@ -383,7 +386,7 @@ def check(planned: str, program: Program, *, strict: bool, call: str) -> None:
     changes = [change if len(change) <= 80 else change[:77] + "..." for change in changes]
     what = ", ".join(changes[:8]) if changes else "the same operations, joined in another way"
     raise PolicyError(
-        f"`{call}`: the plan was made for another program: {what}",
+        f"`{call}`: {ANOTHER_PROGRAM}: {what}",
         hint="plan again; a plan holds for one model, one version of JAX and the function it was "
         "made for",
     )

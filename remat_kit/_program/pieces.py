@@ -161,19 +161,11 @@ _MATCHES: dict[str, Callable[[Any], list[_Match]]] = {}
 _WAYS: dict[str, Callable[[Any, int, In | Out, Along], list[Way]]] = {}
 
 
-def _matches(*names: str) -> Callable[[Any], Any]:
+def _rule(table: dict[str, Any], *names: str) -> Callable[[Any], Any]:
+    """Return a decorator that enters a rule for these primitives in a table."""
+
     def register(rule: Any) -> Any:
-        for name in names:
-            _MATCHES[name] = rule
-        return rule
-
-    return register
-
-
-def _ways(*names: str) -> Callable[[Any], Any]:
-    def register(rule: Any) -> Any:
-        for name in names:
-            _WAYS[name] = rule
+        table.update(dict.fromkeys(names, rule))
         return rule
 
     return register
@@ -256,7 +248,7 @@ _ELEMENTWISE = (
 )
 
 
-@_matches(*_ELEMENTWISE)
+@_rule(_MATCHES, *_ELEMENTWISE)
 def _elementwise(eqn: Any) -> list[_Match]:
     """All operands have the shape of the result, are scalars, or are broadcast along axes of 1."""
     out = shape_of(eqn.outvars[0])
@@ -277,7 +269,7 @@ def _elementwise(eqn: Any) -> list[_Match]:
     ]
 
 
-@_matches("broadcast_in_dim")
+@_rule(_MATCHES, "broadcast_in_dim")
 def _broadcast(eqn: Any) -> list[_Match]:
     dims, source = eqn.params["broadcast_dimensions"], shape_of(eqn.invars[0])
     out = shape_of(eqn.outvars[0])
@@ -290,31 +282,31 @@ def _broadcast(eqn: Any) -> list[_Match]:
     return found
 
 
-@_matches("transpose")
+@_rule(_MATCHES, "transpose")
 def _transpose(eqn: Any) -> list[_Match]:
     return [((source,), (d,)) for d, source in enumerate(eqn.params["permutation"])]
 
 
-@_matches("squeeze")
+@_rule(_MATCHES, "squeeze")
 def _squeeze(eqn: Any) -> list[_Match]:
     rank = len(shape_of(eqn.invars[0]))
     gone = {d % rank for d in eqn.params["dimensions"]}
     return [((d,), (j,)) for j, d in enumerate(d for d in range(rank) if d not in gone)]
 
 
-@_matches("expand_dims")
+@_rule(_MATCHES, "expand_dims")
 def _expand_dims(eqn: Any) -> list[_Match]:
     rank = len(shape_of(eqn.outvars[0]))
     new = {d % rank for d in eqn.params["dimensions"]}
     return [((j,), (d,)) for j, d in enumerate(d for d in range(rank) if d not in new)]
 
 
-@_matches("iota")
+@_rule(_MATCHES, "iota")
 def _iota(eqn: Any) -> list[_Match]:
     return [((None,) * len(eqn.invars), (d,)) for d in range(len(shape_of(eqn.outvars[0])))]
 
 
-@_matches("dot_general")
+@_rule(_MATCHES, "dot_general")
 def _dot_general(eqn: Any) -> list[_Match]:
     (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left, right = (range(len(shape_of(v))) for v in eqn.invars)
@@ -329,7 +321,7 @@ def _dot_general(eqn: Any) -> list[_Match]:
     return found
 
 
-@_matches("conv_general_dilated")
+@_rule(_MATCHES, "conv_general_dilated")
 def _convolution(eqn: Any) -> list[_Match]:
     dims = eqn.params["dimension_numbers"]
     if eqn.params["batch_group_count"] != 1:
@@ -350,7 +342,7 @@ _JOINING = {
 }
 
 
-@_matches(*_JOINING, "reduce_prod", "reduce_xor", "argmax", "argmin")
+@_rule(_MATCHES, *_JOINING, "reduce_prod", "reduce_xor", "argmax", "argmin")
 def _reduction(eqn: Any) -> list[_Match]:
     axes = eqn.params["axes"]
     kept = [d for d in range(len(shape_of(eqn.invars[0]))) if d not in axes]
@@ -367,61 +359,61 @@ def _all_but(eqn: Any, axis: int) -> list[_Match]:
     ]
 
 
-@_matches("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split")
+@_rule(_MATCHES, "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split")
 def _along_axis(eqn: Any) -> list[_Match]:
     return _all_but(eqn, eqn.params["axis"])
 
 
-@_matches("sort", "concatenate")
+@_rule(_MATCHES, "sort", "concatenate")
 def _along_dimension(eqn: Any) -> list[_Match]:
     return _all_but(eqn, eqn.params["dimension"])
 
 
-@_matches("top_k")
+@_rule(_MATCHES, "top_k")
 def _top_k(eqn: Any) -> list[_Match]:
     return _all_but(eqn, eqn.params.get("axis", -1))
 
 
-@_matches("stack")
+@_rule(_MATCHES, "stack")
 def _stack(eqn: Any) -> list[_Match]:
     axis = eqn.params["axis"]
     rank = len(shape_of(eqn.invars[0]))
     return [((d,) * len(eqn.invars), (d + (d >= axis),)) for d in range(rank)]
 
 
-@_matches("rev")
+@_rule(_MATCHES, "rev")
 def _reverse(eqn: Any) -> list[_Match]:
     reversed_axes, rank = eqn.params["dimensions"], len(shape_of(eqn.invars[0]))
     return [((d,), (d,)) for d in range(rank) if d not in reversed_axes]
 
 
-@_matches("pad")
+@_rule(_MATCHES, "pad")
 def _pad(eqn: Any) -> list[_Match]:
     config = eqn.params["padding_config"]
     return [((d, None), (d,)) for d, around in enumerate(config) if tuple(around) == (0, 0, 0)]
 
 
-@_matches("slice")
+@_rule(_MATCHES, "slice")
 def _slice_others(eqn: Any) -> list[_Match]:
     source, out = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     return [((d,), (d,)) for d in range(len(out)) if source[d] == out[d]]
 
 
-@_matches("dynamic_slice")
+@_rule(_MATCHES, "dynamic_slice")
 def _dynamic_slice(eqn: Any) -> list[_Match]:
     source, out = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     rest = (None,) * (len(eqn.invars) - 1)
     return [((d, *rest), (d,)) for d in range(len(out)) if source[d] == out[d]]
 
 
-@_matches("dynamic_update_slice")
+@_rule(_MATCHES, "dynamic_update_slice")
 def _dynamic_update_slice(eqn: Any) -> list[_Match]:
     source, update = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
     rest = (None,) * (len(eqn.invars) - 2)
     return [((d, d, *rest), (d,)) for d in range(len(source)) if source[d] == update[d]]
 
 
-@_matches("reduce_window_max", "reduce_window_min", "reduce_window_sum")
+@_rule(_MATCHES, "reduce_window_max", "reduce_window_min", "reduce_window_sum")
 def _window(eqn: Any) -> list[_Match]:
     p = eqn.params
 
@@ -434,7 +426,7 @@ def _window(eqn: Any) -> list[_Match]:
     return [((d,), (d,)) for d in range(rank) if alone(d)]
 
 
-@_matches("gather")
+@_rule(_MATCHES, "gather")
 def _gather(eqn: Any) -> list[_Match]:
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     source, out = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
@@ -458,7 +450,7 @@ def _gather(eqn: Any) -> list[_Match]:
 # -- rules that split a factor of an axis ---------------------------------------------------------
 
 
-@_ways("reshape")
+@_rule(_WAYS, "reshape")
 def _reshape(eqn: Any, n: int, where: In | Out, along: Along) -> list[Way]:
     """A factor of an axis stays a factor of an axis, unless it is cut."""
     if len(eqn.invars) > 1 or eqn.params.get("dimensions") is not None:
@@ -484,7 +476,7 @@ def _refactored(a: Sequence[int], b: Sequence[int], n: int, along: Along) -> Alo
     return None
 
 
-@_ways("split")
+@_rule(_WAYS, "split")
 def _split(eqn: Any, n: int, where: In | Out, along: Along) -> list[Way]:
     """Equal parts of an axis are split alike: three heads of one projection, for example."""
     axis, parts = eqn.params["axis"], len(eqn.outvars)
@@ -500,7 +492,7 @@ def _split(eqn: Any, n: int, where: In | Out, along: Along) -> list[Way]:
     return [Way((whole,), (along,) * parts)]
 
 
-@_ways("slice")
+@_rule(_WAYS, "slice")
 def _slice(eqn: Any, n: int, where: In | Out, along: Along) -> list[Way]:
     """One of several equal parts of an axis is split as the axis is."""
     p, axis = eqn.params, along.axis

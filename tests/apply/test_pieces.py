@@ -358,6 +358,12 @@ def test_a_report_says_what_it_does_not_count():
     w, x = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((32, 8), jnp.float32)
     with pytest.warns(RematKitWarning, match="not counted as recomputed"):
         remat_kit.inspect(policy(pieces(4))(head), w, x)
+    jitted = jax.jit(policy(pieces(4))(head))
+    jax.eval_shape(jax.grad(jitted), w, x)  # JAX does not trace it a second time
+    with pytest.warns(RematKitWarning, match="not counted as recomputed"):
+        remat_kit.inspect(jitted, w, x)
+    with pytest.warns(RematKitWarning, match="not counted as recomputed"):
+        remat_kit.diff(head, jitted, w, x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         remat_kit.inspect(policy("nothing")(head), w, x)

@@ -1,5 +1,6 @@
 """The model files: sizes as published, deterministic arguments, equal variants, clear errors."""
 
+import ast
 import dataclasses
 import doctest
 import functools
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from zoo import equations, load
+from zoo import ROOT, equations, load
 
 MODELS = pathlib.Path(__file__).parents[2] / "models"
 
@@ -469,3 +470,19 @@ def test_experts_are_split_over_their_axis():
 def test_wrong_meshes_and_shardings_are_named(given, said):
     with pytest.raises(ValueError, match=said):
         load("gpt").build(size="tiny", **given)
+
+
+@pytest.mark.parametrize("name", ["gpt_nnx", "llama_nnx", "bert", "moe"])
+def test_the_copies_of_the_functions_for_meshes_are_equal(name):
+    """Each model is a file of its own, so they cannot share them."""
+
+    def functions(model):
+        tree = ast.parse((ROOT / "models" / f"{model}.py").read_text(encoding="utf-8"))
+        return {f.name: ast.dump(f) for f in tree.body if isinstance(f, ast.FunctionDef)}
+
+    first, other = functions("gpt"), functions(name)
+    shared = ["_mesh_of", "_check_sharding", "_spec", "_stream", "_split"]
+    if name != "moe":  # whose experts are split over an axis of their own
+        shared.append("_on_mesh")
+    for function in shared:
+        assert other[function] == first[function], function
