@@ -192,10 +192,9 @@ class _Builder:
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             local, whole = self.aval(eqn.invars[0]).shape, eqn.invars[0].aval.shape
-            inner = math.prod(local[d] for d in contracted) / math.prod(
-                whole[d] for d in contracted
-            )
-            return inner * self.part(eqn.outvars[0])
+            inner = math.prod(local[d] for d in contracted)
+            part = inner / max(1, math.prod(whole[d] for d in contracted))  # an axis may be empty
+            return part * self.part(eqn.outvars[0])
         atoms = [*eqn.invars, *eqn.outvars]
         largest = max(atoms, key=lambda v: _ops.nbytes(v.aval), default=None)
         if largest is None:
@@ -204,7 +203,7 @@ class _Builder:
         if eqn.primitive.name == "conv_general_dilated":
             # The part of the output, and that of the input channels that are summed over.
             channels = eqn.params["dimension_numbers"].lhs_spec[1]
-            whole = eqn.invars[0].aval.shape[channels]
+            whole = max(1, eqn.invars[0].aval.shape[channels])
             part = self.part(eqn.outvars[0]) * self.aval(eqn.invars[0]).shape[channels] / whole
         return part
 

@@ -181,3 +181,12 @@ def test_a_partitioned_loss_has_the_costs_of_one_device(kind):
     assert [size // 8 for size in sizes(whole)] == sizes(part)
     assert part.forward_flops == pytest.approx(whole.forward_flops / 8, rel=1e-3)
     assert part.forward_seconds == pytest.approx(whole.forward_seconds / 8, rel=0.2)
+
+
+def test_a_partitioned_product_over_an_empty_axis_costs_nothing():
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    place = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((64, 0), jnp.float32, sharding=place)
+    graph = _build.trace(lambda w, x: jnp.sum(jnp.sin(x @ w)), (struct(0, 16), x), target("cpu"))
+    product = next(e for e in graph.equations if e.primitive == "dot_general")
+    assert product.flops == 0
