@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import jax.scipy as jsp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import io_callback
+from jax.experimental import io_callback, xla_metadata
 from jax.sharding import NamedSharding, PartitionSpec
 
 SIZE = 4
@@ -440,6 +440,16 @@ def laid_out(x):
     from jax.experimental.layout import Layout, with_layout_constraint
 
     return with_layout_constraint(jnp.sin(x), Layout((1, 0)))
+
+
+@program("xla_metadata_value")
+def tagged(x):
+    return jnp.tanh(xla_metadata.set_xla_metadata(jnp.sin(x), tag="value"))
+
+
+@program("xla_metadata_call")
+def tagged_call(x):
+    return xla_metadata.xla_metadata_call(jnp.sin, tag="call")(x)
 
 
 # -- what no program is made for ------------------------------------------------------------------
