@@ -14,7 +14,7 @@ import numpy as np
 ROWS = 4096
 WIDTH = 256
 LAYERS = 8
-RATE = 1e-3
+RATE = 1e-4
 
 
 def make_small() -> None:

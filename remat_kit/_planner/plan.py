@@ -341,7 +341,9 @@ def plan(
             XLA has returned wrong gradients with such offloads on GPUs (openxla/xla#46231), so
             compare a step's gradients before you train.
         compiles: maximum number of programs to compile beside the one without a plan. If none of
-            them fits, three more are compiled, those with the lowest predicted peaks.
+            them fits, up to three more are compiled, those with the lowest predicted peaks. If one
+            fits, but another candidate should fit with much less recomputation, up to three more
+            of these are compiled.
         progress: called with a description of the current work. Ctrl-C ends the search with the
             best plan so far.
 

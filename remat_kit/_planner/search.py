@@ -54,6 +54,13 @@ _MOST_PASSES = 4
 _BEYOND = 3
 
 
+# Number of programs to compile beyond ``compiles`` while the best one that fits recomputes more
+# than the next candidate, by at least this share of the forward pass. Otherwise, if the model
+# predicts all peaks too low, the search ends at the leanest schedule, the only one that fits.
+_REFINED = 3
+_MUCH = 0.1
+
+
 # Two peaks count as equal if they differ by at most this share of the temporaries.
 _EQUAL = 0.01
 
@@ -240,10 +247,26 @@ class Search:
                     break
                 tried[choice] = self.predicted(choice)
                 self.compile(choice)
+            for _ in range(_REFINED):
+                choice = self.cheaper(budget, limit)
+                if choice is None:
+                    break
+                tried[choice] = self.predicted(choice)
+                self.compile(choice)
         except KeyboardInterrupt:
             if not self.fitting(limit):
                 raise
         return self.answer(budget, tried)
+
+    def cheaper(self, budget: str | int | float, limit: int | None) -> int | None:
+        """Return a point that should fit and recomputes much less than the best one, or None."""
+        if limit is None or not self.fitting(limit):
+            return None
+        choice = self.choice(budget, limit)
+        if choice is None or choice in self.known:
+            return None
+        saved = self.points[self.best(budget, limit)].extra_work - self.points[choice].extra_work
+        return choice if saved > _MUCH * self.frontier.forward_seconds else None
 
     def leanest(self) -> int | None:
         """Return the point with the lowest predicted peak of those not compiled, or None."""
