@@ -1617,14 +1617,9 @@ def propagated_result_shardings(module: Any) -> list[str] | None:
     """Run Shardy's propagation on a lowered module, and print the sharding of each result.
 
     A result that is replicated has an empty text. Return None if this jaxlib does not have the
-    passes. The module changes. `PassManager` and the pipeline are in jaxlib of jax 0.10.2 and 0.12.
+    passes. The module changes.
     """
-    try:
-        from jaxlib.mlir.passmanager import PassManager
-
-        with module.context:
-            PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
-    except Exception:  # the pipeline is no public API
+    if not _propagate(module):
         return None
     for operation in module.body.operations:
         attributes = operation.attributes
@@ -1637,6 +1632,50 @@ def propagated_result_shardings(module: Any) -> list[str] | None:
                 for result in attributes["res_attrs"]
             ]
     return None
+
+
+def _propagate(module: Any) -> bool:
+    """Run Shardy's propagation on a lowered module; tell whether this jaxlib has the passes.
+
+    `PassManager` and the pipeline are in jaxlib of jax 0.10.2 and 0.12.
+    """
+    try:
+        from jaxlib.mlir.passmanager import PassManager
+
+        with module.context:
+            PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
+    except Exception:  # the pipeline is no public API
+        return False
+    return True
+
+
+def propagated_barrier_shardings(module: Any) -> list[tuple[str, list[str]]] | None:
+    """Run Shardy's propagation, and print the shardings at each `jax.lax.optimization_barrier`.
+
+    Each barrier has its name stack, and a text for each of its results, in the order of the module.
+    Without any sharding the list of texts is empty. Return None as `propagated_result_shardings`
+    does. The module changes. 0.10.2 and 0.12 print the same.
+    """
+    if not _propagate(module):
+        return None
+    found: list[tuple[str, list[str]]] = []
+
+    def look(operation: Any) -> None:
+        if operation.name == "stablehlo.optimization_barrier":
+            name = str(operation.location).removeprefix('loc("').partition('"')[0]
+            attributes = operation.attributes
+            text = str(attributes["sdy.sharding"]) if "sdy.sharding" in attributes else ""
+            found.append((name, _SHARDING_OF_VALUE.findall(text)))
+        for region in operation.regions:
+            for block in region.blocks:
+                for inner in block.operations:
+                    look(inner.operation)
+
+    look(module.operation)
+    return found
+
+
+_SHARDING_OF_VALUE = re.compile(r"<@[^\[\]<>]*, \[[^\[\]]*\][^<>]*>")
 
 
 def axis_sizes(module: Any) -> dict[str, int]:

@@ -133,11 +133,20 @@ def _shards_of(
     return shards
 
 
-def of_loss(loss: Loss, chip: Chip) -> CostGraph:
-    """Return the cost graph of a loss that a step differentiates."""
+def of_loss(loss: Loss, chip: Chip, *, call: str = "frontier") -> CostGraph:
+    """Return the cost graph of a loss that a step differentiates.
+
+    Raises:
+        UserError: the step is partitioned, and the shardings inside of the loss are unknown.
+    """
     program = loss.flat()
     own = len(program.invars) - len(loss.active)
-    return _build(program, [False] * own + list(loss.active), loss.wanted, chip)
+    shards = None
+    if loss.shardings:
+        given = dataclasses.replace(program, consts=program.consts[:own])
+        shards = _shards_of(loss.jaxpr, given, loss.inputs, call)
+    active = [False] * own + list(loss.active)
+    return _build(program, active, loss.wanted, chip, shards=shards)
 
 
 def _build(

@@ -61,6 +61,58 @@ def result_shards(
     return [_shard(shape, text, sizes) for shape, text in zip(shapes, texts, strict=True)]
 
 
+def barrier_shardings(
+    traced: Any, scope: str
+) -> dict[int, list[jax.sharding.NamedSharding | None]] | None:
+    """Return the shardings at the barriers of a program, or None if they are unknown.
+
+    Args:
+        traced: a `jax.stages.Traced`. In it, `jax.lax.optimization_barrier` is called in scopes
+            with the name ``scope`` and a number.
+        scope: the beginning of the name.
+
+    Returns:
+        For each number the shardings of the arrays at the first barrier of the forward pass, or an
+        empty list if the program does not split them.
+    """
+    lowered = _lowered(traced)
+    if lowered is None:
+        return None
+    module = lowered.compiler_ir("stablehlo")
+    barriers = _jax.propagated_barrier_shardings(module)
+    if barriers is None:
+        return None
+    mesh = _mesh_of(lowered, _jax.axis_sizes(module))
+    found: dict[int, list[jax.sharding.NamedSharding | None]] = {}
+    for name, texts in barriers:
+        number = re.search(rf"\b{scope}(\d+)\b", name)
+        if number is not None and "transpose(" not in name:
+            found.setdefault(int(number.group(1)), [_named(text, mesh) for text in texts])
+    return found
+
+
+def _mesh_of(lowered: Any, sizes: dict[str, int]) -> Any:
+    """Return the mesh of a lowered program; an abstract one if no argument or result is on it."""
+    parts = _jax.partitioned(lowered)
+    for _, sharding in (*parts.arguments, *parts.results):
+        mesh = getattr(sharding, "mesh", None)
+        if mesh is not None and dict(mesh.shape) == sizes:
+            return mesh
+    kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+
+
+def _named(text: str, mesh: Any) -> jax.sharding.NamedSharding | None:
+    """Return the sharding that Shardy prints, or None if it splits nothing.
+
+    A dimension that is split over a part of an axis counts as whole.
+    """
+    axes = [tuple(name for name, part in parts if not part) for parts in _axes(text)]
+    if not any(axes):
+        return None
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(a or None for a in axes)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Shards:
     """The shapes of a flat program's values on one device.
@@ -177,14 +229,23 @@ def _shard(shape: Shape, sharding: str, sizes: dict[str, int]) -> Shape:
     >>> _shard((16, 8), '<@mesh, [{"data", "model"}, {"x":(1)2, ?}]>', {"data": 2, "model": 4})
     (2, 4)
     """
-    parts = re.findall(r"\{([^{}]*)\}", sharding)
-    if len(parts) != len(shape):
+    axes = _axes(sharding)
+    if len(axes) != len(shape):
         return shape
     counts = [
-        math.prod(int(part) if part else sizes.get(name, 1) for name, part in _AXIS.findall(text))
-        for text in parts
+        math.prod(int(part) if part else sizes.get(name, 1) for name, part in parts)
+        for parts in axes
     ]
     return tuple(-(-n // count) for n, count in zip(shape, counts, strict=True))
+
+
+def _axes(sharding: str) -> list[list[tuple[str, str]]]:
+    """Return for each dimension the axes that it is split over: the name, and the size of a part.
+
+    >>> _axes('<@mesh, [{"data", "model"}, {"x":(1)2, ?}, {}]>')
+    [[('data', ''), ('model', '')], [('x', '2')], []]
+    """
+    return [_AXIS.findall(text) for text in re.findall(r"\{([^{}]*)\}", sharding)]
 
 
 _AXIS = re.compile(r'"([^"]*)"(?::\(\d+\)(\d+))?')

@@ -1,4 +1,4 @@
-"""Plans of partitioned losses: they fit each device, and compute what the loss computes."""
+"""Plans of partitioned losses and steps fit each device, and compute the same values."""
 
 import mesh_plans
 import pytest
