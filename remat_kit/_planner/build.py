@@ -31,7 +31,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.extend.core as jec
@@ -41,6 +41,7 @@ from remat_kit import _jax
 from remat_kit._backend import facts as _facts
 from remat_kit._backend.fusion import FusionFlow
 from remat_kit._backend.interface import Backend, Chip, peak_rate
+from remat_kit._compiled.collectives import Linked, axes_seconds
 from remat_kit._errors import UserError
 from remat_kit._planner.derivative import OperationDerivative, derivative_of
 from remat_kit._planner.graph import CostGraph, Equation, Loop, Tensor
@@ -60,13 +61,18 @@ from remat_kit._program.ops import is_fusible, is_view, reduces
 from remat_kit._program.program import Program, flat_program
 from remat_kit._program.sharding import Shards
 
+
+class LinkedChip(Chip, Linked, Protocol):
+    """The attributes of a `Target` that costs depend on."""
+
+
 # -- tracing --------------------------------------------------------------------------------------
 
 
 def trace(
     fn: Callable[..., Any],
     args: Sequence[Any],
-    chip: Chip,
+    chip: LinkedChip,
     argnums: Argnums = 0,
     *,
     call: str = "frontier",
@@ -111,7 +117,7 @@ def trace(
     ]
     with _taken.differentiated_later():
         closed = jax.make_jaxpr(fn)(*structs)
-    check_program(closed, call, constraints=True)
+    check_program(closed, call, shardings=True)
     program = flat_program(closed)
     active = [False] * len(program.consts) + active
     wanted = [i == 0 for i in range(len(program.outvars))]
@@ -133,7 +139,7 @@ def _shards_of(
     return shards
 
 
-def of_loss(loss: Loss, chip: Chip, *, call: str = "frontier") -> CostGraph:
+def of_loss(loss: Loss, chip: LinkedChip, *, call: str = "frontier") -> CostGraph:
     """Return the cost graph of a loss that a step differentiates.
 
     Raises:
@@ -141,11 +147,21 @@ def of_loss(loss: Loss, chip: Chip, *, call: str = "frontier") -> CostGraph:
     """
     program = loss.flat()
     own = len(program.invars) - len(loss.active)
+    active = [False] * own + list(loss.active)
+    if loss.axes is not None:
+        if loss.axes.splits_more:
+            raise partitioned(
+                "a loss is inside of a `shard_map` that leaves some axes to the partitioner",
+                loss.axes.mesh.size,
+                call,
+            )
+        with loss.axes.opened():  # the shapes inside of it are those of one device
+            return _build(program, active, loss.wanted, chip, axes=loss.axes.sizes)
     shards = None
     if loss.shardings:
+        check_program(loss.jaxpr, call, shardings=True)
         given = dataclasses.replace(program, consts=program.consts[:own])
         shards = _shards_of(loss.jaxpr, given, loss.inputs, call)
-    active = [False] * own + list(loss.active)
     return _build(program, active, loss.wanted, chip, shards=shards)
 
 
@@ -153,20 +169,35 @@ def _build(
     program: Program,
     active_in: Sequence[bool],
     wanted: Sequence[bool],
-    chip: Chip,
+    chip: LinkedChip,
     stacked: bool = False,
     shards: Shards | None = None,
+    axes: MeshAxes = (),
 ) -> CostGraph:
-    return _Builder(program, chip, stacked, shards).graph(active_in, wanted)
+    return _Builder(program, chip, stacked, shards, axes).graph(active_in, wanted)
+
+
+MeshAxes = tuple[tuple[str, int], ...]  # the names and sizes of the axes of a mesh
 
 
 class _Builder:
     """Builds the cost graph of a flat program.
 
     If the program is partitioned, all bytes and FLOPs are those of one device.
+
+    Attributes:
+        axes: the axes of the mesh of the `shard_map` that the program is inside of.
     """
 
-    def __init__(self, program: Program, chip: Chip, stacked: bool, shards: Shards | None):
+    def __init__(
+        self,
+        program: Program,
+        chip: LinkedChip,
+        stacked: bool,
+        shards: Shards | None,
+        axes: MeshAxes,
+    ):
+        self.axes = axes
         self.program = program
         self.chip = chip
         self.backend = Backend(chip.platform)
@@ -427,10 +458,11 @@ class _Builder:
         """Return the FLOPs and seconds of an equation, and the seconds of its derivative."""
         traffic, written = moved
         flops = self.share(eqn) * _ops.flops(eqn) if makes or not is_view(eqn) else 0.0
-        seconds, backward = self.seconds(eqn, flops, written), 0.0
+        links = self.link_seconds(eqn)
+        seconds, backward = links + self.seconds(eqn, flops, written), 0.0
         if rule is not None:
             products = rule.flops / _rate(self.chip, eqn) if rule.heavy else 0.0
-            backward = max(products, 2 * traffic / self.chip.bandwidth_bytes_per_second)
+            backward = max(products, 2 * traffic / self.chip.bandwidth_bytes_per_second) + links
         if eqn.primitive.name == "scan":
             length = eqn.params["length"]
             inner = loop.graph if loop else self.body(eqn, ())
@@ -457,11 +489,20 @@ class _Builder:
             return moving
         return max(flops / _rate(self.chip, eqn), moving)
 
+    def link_seconds(self, eqn: Any) -> float:
+        """Return the time of a collective on the links between the devices."""
+        collective = _ops.collective_of(eqn)
+        if collective is None:
+            return 0.0
+        kind, over = collective
+        size = sum(_ops.nbytes(v.aval) for v in eqn.outvars)
+        return axes_seconds(kind, size, over, self.axes, self.chip)
+
     def body(self, eqn: Any, active: Sequence[bool]) -> CostGraph:
         program = flat_program(eqn.params["jaxpr"], self.program.path(eqn))
         flags = [False] * len(program.consts) + (list(active) or [False] * len(eqn.invars))
         wanted = [bool(active)] * len(program.outvars)
-        return _build(program, flags, wanted, self.chip, True, self.shards_of(eqn))
+        return _build(program, flags, wanted, self.chip, True, self.shards_of(eqn), self.axes)
 
     def shards_of(self, eqn: Any) -> Shards | None:
         """Return the shapes on one device in the body of a scan of this program."""
@@ -477,7 +518,8 @@ class _Builder:
         for branch in eqn.params["branches"]:
             program = flat_program(branch, path)
             active = [False] * len(program.consts) + flags
-            found.append(_build(program, active, [bool(mask)] * len(program.outvars), self.chip))
+            wanted = [bool(mask)] * len(program.outvars)
+            found.append(_build(program, active, wanted, self.chip, axes=self.axes))
         return found
 
     def loop(self, eqn: Any, rule: OperationDerivative) -> Loop:
@@ -526,7 +568,7 @@ _FUSED_FROM = 1.5
 _UNKNOWN_FLOPS = 1000
 
 
-def _rate(chip: Chip, eqn: Any) -> float:
+def _rate(chip: LinkedChip, eqn: Any) -> float:
     """Return the chip's peak rate in FLOP/s for the type of an operation's first operand."""
     dtype = getattr(eqn.invars[0].aval, "dtype", "float32") if eqn.invars else "float32"
     return peak_rate(chip, str(dtype))

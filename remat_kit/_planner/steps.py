@@ -43,7 +43,6 @@ from remat_kit._planner.graph import CostGraph
 from remat_kit._planner.point import Point
 from remat_kit._program.gradient import (
     Argnums,
-    check_no_mesh,
 )
 from remat_kit._program.losses import Step, on_mesh, step_of
 from remat_kit._program.step import state_bytes
@@ -97,7 +96,6 @@ def _graph_of_loss(
     optimizer: Any,
     call: str,
 ) -> tuple[CostGraph, Surroundings]:
-    check_no_mesh(call)
     with collection_put_off():
         graph = _build.trace(fn, args, chip, argnums, call=call)
     given, made = sizes_of(graph, args, argnums, call)

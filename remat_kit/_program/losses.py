@@ -68,6 +68,7 @@ class Loss:
         loop: the loops around it in words, or "".
         shardings: for each input, how a partitioned step splits it, or None; empty if the step is
             not partitioned, or if nobody asked (`on_mesh`).
+        axes: the axes of the `shard_map` that it is inside of, or None.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Loss:
     times: float = 1.0
     loop: str = ""
     shardings: tuple[jax.sharding.NamedSharding | None, ...] = ()
+    axes: _jax.MappedAxes | None = None
 
     def function(self, *inputs: Any) -> tuple[Any, list[Any]]:
         """Run the loss on its constants and its arguments, and return ``(scalar, auxiliary)``.
@@ -261,9 +263,10 @@ class _Observer:
                 wanted=tuple(wanted),
                 names=(*["constant"] * constants, *_names(found, args)),
                 base=base,
+                axes=_jax.mapped_axes(),
             )
         )
-        if self.marks_inputs:
+        if self.marks_inputs and self.losses[-1].axes is None:  # else their shapes are local
             traced, call.arrays = _marked(traced, call.arrays, len(self.losses) - 1)
         with jax.named_scope(mark):
             return loss.result(call.evaluated(traced))

@@ -6,6 +6,7 @@ each program and each sharding, what the plan says and what the compiled program
 
 import json
 import os
+import sys
 
 DEVICES = 8
 
@@ -17,7 +18,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
-from jax.sharding import Mesh, NamedSharding  # noqa: E402
+from jax.sharding import AxisType, Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import remat_kit  # noqa: E402
@@ -29,13 +30,17 @@ SHARDINGS = {  # of the weights and of the batch
     "fully sharded": (P("data"), P(("data", "model"))),
     "tensor parallel": (P(None, "model"), P("data")),
 }
-LOSSES = ("unrolled", "scanned")
+LOSSES = ("unrolled", "scanned", "explicit")
 NAMES = (
-    *(f"{kind}, {sharding}" for kind in LOSSES for sharding in SHARDINGS),
+    *(f"{kind}, {sharding}" for kind in LOSSES[:2] for sharding in SHARDINGS),
     "step, fully sharded",
     "jitted step, tensor parallel",
     "accumulating step, data parallel",
     "accumulating step, fully sharded",
+    "explicit, data parallel",
+    "explicit step, data parallel",
+    "mapped step, fully sharded",
+    "checked mapped step, data parallel",
 )
 ADAM = optax.adam(1e-3)
 PARTS = 2  # of the batch, whose gradients a step accumulates
@@ -59,8 +64,10 @@ def scanned(weights, x):
     return jnp.mean(jax.lax.scan(body, x, weights)[0] ** 2)
 
 
-def mesh():
-    return Mesh(np.array(jax.devices()[:DEVICES]).reshape(4, 2), ("data", "model"))
+def mesh(kind=""):
+    devices = np.array(jax.devices()[:DEVICES]).reshape(4, 2)
+    types = AxisType.Explicit if kind.startswith("explicit") else AxisType.Auto
+    return Mesh(devices, ("data", "model"), axis_types=(types,) * 2)
 
 
 def arguments(kind, weights_spec, batch_spec):
@@ -68,17 +75,45 @@ def arguments(kind, weights_spec, batch_spec):
     layers = [draw.standard_normal((64, 256)).astype(np.float32) / 16 for _ in range(8)]
     x = draw.standard_normal((4096, 64)).astype(np.float32)
     if kind == "scanned":
-        stacked = NamedSharding(mesh(), P(None, *weights_spec))
+        stacked = NamedSharding(mesh(kind), P(None, *weights_spec))
         weights = jax.device_put(np.stack(layers), stacked)
     else:
-        weights = [jax.device_put(w, NamedSharding(mesh(), weights_spec)) for w in layers]
-    return weights, jax.device_put(x, NamedSharding(mesh(), batch_spec))
+        weights = [jax.device_put(w, NamedSharding(mesh(kind), weights_spec)) for w in layers]
+    return weights, jax.device_put(x, NamedSharding(mesh(kind), batch_spec))
 
 
 # -- steps ------------------------------------------------------------------------------------
 
 
-def gradients(kind, weights, x, batch_spec):
+def mapped_gradients(kind, weights, x, weights_spec, batch_spec):
+    """Return the value and the gradient of each device's part, added up by hand."""
+    axes = tuple(name for names in batch_spec for name in (names if names else ()))
+
+    def of_device(weights, x):
+        def of_part(weights, x):
+            if weights_spec:
+                weights = [jax.lax.all_gather(w, "data", axis=0, tiled=True) for w in weights]
+            return unrolled(weights, x) / DEVICES
+
+        value, found = jax.value_and_grad(of_part)(weights, x)
+        # The derivative of a gather has added the parts of "data" up already.
+        rest = tuple(axis for axis in axes if axis not in weights_spec)
+        if kind == "mapped step":
+            found = jax.lax.psum(found, rest)
+        return jax.lax.psum(value, axes), found
+
+    return jax.shard_map(
+        of_device,
+        mesh=mesh(),
+        in_specs=([weights_spec] * len(weights), batch_spec),
+        out_specs=(P(), [weights_spec] * len(weights)),
+        check_vma=kind != "mapped step",
+    )(weights, x)
+
+
+def gradients(kind, weights, x, weights_spec, batch_spec):
+    if kind.endswith("mapped step"):
+        return mapped_gradients(kind, weights, x, weights_spec, batch_spec)
     if kind != "accumulating step":
         return jax.value_and_grad(unrolled)(weights, x)
 
@@ -97,7 +132,7 @@ def step_of(kind, weights_spec, batch_spec):
 
     def step(state, x):
         weights, moments = state
-        value, gradient = gradients(kind, weights, x, batch_spec)
+        value, gradient = gradients(kind, weights, x, weights_spec, batch_spec)
         updates, moments = ADAM.update(gradient, moments, weights)
         return (optax.apply_updates(weights, updates), moments), value
 
@@ -107,18 +142,18 @@ def step_of(kind, weights_spec, batch_spec):
     state = weights, jax.eval_shape(ADAM.init, weights)
 
     def place(leaf):  # the optimizer's state is split as the parameters are
-        return NamedSharding(mesh(), weights_spec if leaf.ndim == 2 else P())
+        return NamedSharding(mesh(kind), weights_spec if leaf.ndim == 2 else P())
 
-    places = jax.tree.map(place, state), NamedSharding(mesh(), batch_spec)
-    how = {"donate_argnums": 0, "out_shardings": (places[0], NamedSharding(mesh(), P()))}
+    places = jax.tree.map(place, state), NamedSharding(mesh(kind), batch_spec)
+    how = {"donate_argnums": 0, "out_shardings": (places[0], NamedSharding(mesh(kind), P()))}
     structs = jax.tree.map(lambda leaf, s: leaf.update(sharding=s), (state, x), places)
-    if kind == "step":
+    if kind != "jitted step" and kind != "accumulating step":
         return jax.jit(step, **how), structs, structs
     return jax.jit(step, in_shardings=places, **how), (state, x), structs
 
 
-def state_and_batch(weights_spec, batch_spec):
-    weights, x = arguments("step", weights_spec, batch_spec)
+def state_and_batch(kind, weights_spec, batch_spec):
+    weights, x = arguments(kind, weights_spec, batch_spec)
     return (weights, jax.jit(ADAM.init)(weights)), x
 
 
@@ -142,13 +177,13 @@ def answers(kind, sharding):
     """Yield for each budget what the plan says, and what its program says and computes."""
     specs = SHARDINGS[sharding]
     if kind in LOSSES:
-        fn, args = {"unrolled": unrolled, "scanned": scanned}[kind], arguments(kind, *specs)
+        fn, args = scanned if kind == "scanned" else unrolled, arguments(kind, *specs)
         structs = args
     else:
         fn, args, structs = step_of(kind, *specs)
 
     def result(program):
-        given = args if kind in LOSSES else state_and_batch(*specs)
+        given = args if kind in LOSSES else state_and_batch(kind, *specs)
         given = jax.tree.map(lambda a, s: jax.device_put(a, s.sharding), given, structs)
         return jax.tree.leaves(program(*given))
 
@@ -170,4 +205,5 @@ def answers(kind, sharding):
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: list(answers(*name.split(", "))) for name in NAMES}))
+    names = sys.argv[1:] or NAMES
+    print(json.dumps({name: list(answers(*name.split(", "))) for name in names}))

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -125,19 +126,19 @@ weights = [0.1 * jax.random.normal(jax.random.key(i), (64, 64)) for i in range(8
 x = jax.random.normal(jax.random.key(9), (4096, 64))
 for batch in (jax.device_put(x, place), x):
     lean = remat_kit.policy("auto:min")(step)
-    wanted = step(weights, batch)
-    assert all(map(jnp.allclose, lean(weights, batch), wanted))
-    without = remat_kit.measure(step, weights, batch, argnums=None)
-    assert without.devices == (2 if batch is not x else 1)
-    assert remat_kit.measure(lean, weights, batch, argnums=None).peak_bytes < without.peak_bytes
+    assert all(map(jnp.allclose, lean(weights, batch), step(weights, batch)))
+    print(remat_kit.measure(step, weights, batch, argnums=None).peak_bytes)
 """
 
 
 def test_a_partitioned_step_has_a_plan_of_its_own():
     done = subprocess.run([sys.executable, "-c", _PARTITIONED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("remat_kit.auto: planned") >= 2
-    assert "from the cache" not in done.stderr
+    said = re.findall(r"planned step/loss: local: (.*) MiB, without a plan (.*) MiB", done.stderr)
+    peaks = [int(line) / 2**20 for line in done.stdout.splitlines()]
+    assert [float(without) for _, without in said] == pytest.approx(peaks, abs=0.1)
+    assert all(float(lean) < 0.7 * float(without) for lean, without in said)
+    assert peaks[0] < 0.7 * peaks[1]
 
 
 def test_what_is_no_loss_and_no_step():
