@@ -59,7 +59,7 @@ from remat_kit._program.gradient import (
 from remat_kit._program.losses import Loss
 from remat_kit._program.ops import is_fusible, is_view, reduces
 from remat_kit._program.program import Program, flat_program
-from remat_kit._program.sharding import Shards
+from remat_kit._program.sharding import Shard, Shards, SplitProduct
 
 
 class LinkedChip(Chip, Linked, Protocol):
@@ -205,14 +205,17 @@ class _Builder:
         self.shards = shards
         self.index: dict[Any, int] = {}  # variable -> tensor
         self.made: list[tuple[Any, int, int]] = []  # aval on a device, producer, position
+        self.split: dict[Any, Shard] = {}  # variable -> what a device has of it
+        if shards is not None:
+            self.axes = shards.axes
+            makers = zip(program.eqns, shards.results, strict=True)
+            pairs = [(program.invars, shards.inputs), *((e.outvars, outs) for e, outs in makers)]
+            self.split = {v: x for vs, xs in pairs for v, x in zip(vs, xs, strict=True)}
 
     def new(self, var: Any, producer: int, position: int) -> int:
         aval = var.aval
-        if self.shards is not None:
-            shards = self.shards
-            shape = shards.inputs[position] if producer < 0 else shards.results[producer][position]
-            if shape != getattr(aval, "shape", shape):
-                aval = aval.update(shape=shape)
+        if var in self.split and self.split[var].shape != getattr(aval, "shape", None):
+            aval = aval.update(shape=self.split[var].shape)
         self.index[var] = len(self.made)
         self.made.append((aval, producer, position))
         return self.index[var]
@@ -230,11 +233,9 @@ class _Builder:
         if self.shards is None:
             return 1.0
         if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            local, whole = self.aval(eqn.invars[0]).shape, eqn.invars[0].aval.shape
-            inner = math.prod(local[d] for d in contracted)
-            part = inner / max(1, math.prod(whole[d] for d in contracted))  # an axis may be empty
-            return part * self.part(eqn.outvars[0])
+            found = self.split_product(eqn)
+            parts = 1 if found is None else self.size_of(found.sums)
+            return self.part(eqn.outvars[0]) / parts
         atoms = [*eqn.invars, *eqn.outvars]
         largest = max(atoms, key=lambda v: _ops.nbytes(v.aval), default=None)
         if largest is None:
@@ -244,8 +245,31 @@ class _Builder:
             # The part of the output, and that of the input channels that are summed over.
             channels = eqn.params["dimension_numbers"].lhs_spec[1]
             whole = max(1, eqn.invars[0].aval.shape[channels])
-            part = self.part(eqn.outvars[0]) * self.aval(eqn.invars[0]).shape[channels] / whole
+            local = self.split[eqn.invars[0]].shape if eqn.invars[0] in self.split else ()
+            part = self.part(eqn.outvars[0]) * (local[channels] / whole if local else 1.0)
         return part
+
+    def split_product(self, eqn: Any) -> SplitProduct | None:
+        """Return how devices compute a product together; None for other operations."""
+        if eqn.primitive.name != "dot_general" or not self.split:
+            return None
+        if any(isinstance(v, jec.Literal) for v in eqn.invars):
+            return None
+        left, right, out = (self.split[v] for v in (*eqn.invars, *eqn.outvars))
+        return _sharding.split_product(eqn.params["dimension_numbers"], left, right, out)
+
+    def size_of(self, axes: Iterable[str]) -> int:
+        """Return the number of devices along axes of the mesh."""
+        sizes = dict(self.axes)
+        return math.prod(sizes[axis] for axis in axes)
+
+    def gathered(self, eqn: Any) -> list[tuple[int, tuple[str, ...]]]:
+        """Return the operands that a device gathers for a product: their bytes, and the axes."""
+        found = self.split_product(eqn)
+        if found is None:
+            return []
+        pairs = zip(eqn.invars, found.gathers, strict=True)
+        return [(_ops.nbytes(self.aval(v)) * self.size_of(axes), axes) for v, axes in pairs if axes]
 
     def part(self, atom: Any) -> float:
         """Return the part of an array that is on one device."""
@@ -427,6 +451,10 @@ class _Builder:
         )
         places = round(self.share(eqn) * self.backend.extra_residual_bytes(eqn)) if rule else 0
         made = rule.made_bytes if rule and self.backend.stores_made(eqn) else 0
+        working = self.working_bytes(eqn, rule) if rule and loop is None else 0
+        copies = sum(size for size, _ in self.gathered(eqn)) if rule else 0
+        if self.stacked:  # a scan saves what its iterations gathered in shards
+            copies, working = 0, working + copies
         return Equation(
             index=i,
             primitive=_program.primitive_name(eqn),
@@ -435,13 +463,13 @@ class _Builder:
             makes=makes,
             needs=needs,
             keeps=() if places else keeps,
-            made_bytes=(rule.made_bytes if rule else 0) + places,
-            made_in_memory=made + places,
+            made_bytes=(rule.made_bytes if rule else 0) + places + copies,
+            made_in_memory=made + places + copies,
             flops=flops,
             seconds=seconds,
             backward_flops=rule.flops if rule else 0.0,
             backward_seconds=backward_seconds,
-            working_bytes=self.working_bytes(eqn, rule) if rule and loop is None else 0,
+            working_bytes=working,
             rounds=self.backend.rounds(eqn),
             loop=loop,
             unknown=tuple(e.primitive.name for e in _ops.unknown_costs(eqn)),
@@ -490,13 +518,21 @@ class _Builder:
         return max(flops / _rate(self.chip, eqn), moving)
 
     def link_seconds(self, eqn: Any) -> float:
-        """Return the time of a collective on the links between the devices."""
-        collective = _ops.collective_of(eqn)
-        if collective is None:
-            return 0.0
-        kind, over = collective
-        size = sum(_ops.nbytes(v.aval) for v in eqn.outvars)
-        return axes_seconds(kind, size, over, self.axes, self.chip)
+        """Return the time on the links between the devices.
+
+        A collective takes it, and a product whose operands are gathered or whose parts are added
+        up.
+        """
+        seconds = 0.0
+        if (collective := _ops.collective_of(eqn)) is not None:
+            size = sum(_ops.nbytes(v.aval) for v in eqn.outvars)
+            seconds += axes_seconds(*(collective[0], size, collective[1]), self.axes, self.chip)
+        for size, over in self.gathered(eqn):
+            seconds += axes_seconds("all-gather", size, over, self.axes, self.chip)
+        if (found := self.split_product(eqn)) is not None:
+            size = _ops.nbytes(self.aval(eqn.outvars[0]))
+            seconds += axes_seconds("all-reduce", size, found.sums, self.axes, self.chip)
+        return seconds
 
     def body(self, eqn: Any, active: Sequence[bool]) -> CostGraph:
         program = flat_program(eqn.params["jaxpr"], self.program.path(eqn))

@@ -362,6 +362,8 @@ def frontier_of(
             host_bandwidth=chip.host_bandwidth_bytes_per_second if offload else 0.0,
             worth=worth,
         )
+        if offload:
+            found = _within_host(found, chip, call)
         tick("computing lower bounds")
         bounds = _bounds.bounds(graph)
 
@@ -389,6 +391,25 @@ def frontier_of(
         memory_bytes=chip.memory_bytes,
         graph=graph,
     )
+
+
+def _within_host(
+    found: Sequence[_proposals.Candidate], chip: Target, call: str
+) -> list[_proposals.Candidate]:
+    """Return the schedules whose offloaded arrays fit into the host's memory for one device."""
+    room = chip.host_memory_bytes
+    if room is None:
+        return list(found)
+    fitting = [c for c in found if c.cost.host_bytes <= room]
+    if len(fitting) < len(found):
+        most = max(c.cost.host_bytes for c in found)
+        _frames.warn(
+            f"`{call}(..., offload=True, target={chip.name!r})`: some schedules would offload up "
+            f"to {format_bytes(most)}, and the host has {format_bytes(room)} for each device. They "
+            "are left out",
+            "use a smaller batch if less must be recomputed; `remat-kit targets` lists the hosts",
+        )
+    return fitting
 
 
 @contextlib.contextmanager

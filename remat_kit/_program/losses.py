@@ -336,8 +336,8 @@ def on_mesh(
     >>> step = lambda w, x: w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
     >>> args = jax.ShapeDtypeStruct((3, 3), "float32"), x
     >>> (loss,) = on_mesh(observe(step, args), step, args).losses
-    >>> [None if s is None else s.spec for s in loss.shardings]
-    [PartitionSpec('data', None), None]
+    >>> [None if s is None else tuple(s.spec) for s in loss.shardings]
+    [('data', None), None]
 
     Args:
         step: the step, as `observe` returns it.
