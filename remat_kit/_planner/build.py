@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -76,6 +76,7 @@ def trace(
     argnums: Argnums = 0,
     *,
     call: str = "frontier",
+    returned: bool = True,
 ) -> CostGraph:
     """Trace a loss into its cost graph, without compiling or running anything.
 
@@ -94,6 +95,8 @@ def trace(
         chip: a `Target`, whose rates turn operations and bytes into seconds.
         argnums: the positions of the arguments to differentiate.
         call: the public function that errors name.
+        returned: whether the program returns the gradients, so that the compiler chooses how a
+            mesh splits them. Else they are split as the arguments are.
 
     Raises:
         NotDifferentiableError: ``fn`` cannot be differentiated.
@@ -106,10 +109,10 @@ def trace(
             hint="pass the loss, and in argnums= the arguments to differentiate; optimizer= counts "
             "the memory of the whole step",
         )
-    gradient_program(fn, args, argnums, call=call)  # raises an error if ``fn`` is not a loss
+    gradient = gradient_program(fn, args, argnums, call=call)  # raises if ``fn`` is not a loss
     structs = abstract(args, call=call)
     positions = [argnums] if isinstance(argnums, int) else list(argnums)
-    positions = {p % len(structs) for p in positions}
+    positions = [p % len(structs) for p in positions]
     active = [
         i in positions and jnp.issubdtype(leaf.dtype, jnp.floating)
         for i, struct in enumerate(structs)
@@ -122,7 +125,29 @@ def trace(
     active = [False] * len(program.consts) + active
     wanted = [i == 0 for i in range(len(program.outvars))]
     shards = _shards_of(closed, program, jax.tree.leaves(structs), call)
-    return _build(program, active, wanted, chip, shards=shards)
+    if shards is None or not returned:
+        return _build(program, active, wanted, chip, shards=shards)
+    gradients = _gradient_bytes(gradient, structs, positions)
+    own = len(program.consts)
+    gradients = {own + i: size for i, size in gradients.items()}
+    return _build(program, active, wanted, chip, shards=shards, gradients=gradients)
+
+
+def _gradient_bytes(
+    gradient: Callable[..., Any], structs: Sequence[Any], positions: Sequence[int]
+) -> dict[int, int]:
+    """Return the bytes on one device of the gradients that a program returns, by flat argument."""
+    leaves, tree = jax.tree.flatten(tuple(structs))
+    found = _sharding.result_shards(
+        lambda *given: jax.tree.leaves(gradient(*tree.unflatten(given))), leaves
+    )
+    places = jax.tree.unflatten(tree, range(len(leaves)))
+    chosen = [place for p in positions for place in jax.tree.leaves(places[p])]
+    shapes = (found or [])[-len(chosen) :]  # they come after the value and the auxiliary results
+    return {
+        i: _ops.nbytes(jax.ShapeDtypeStruct(shape, leaves[i].dtype))
+        for i, shape in zip(chosen, shapes, strict=False)
+    }
 
 
 def _shards_of(
@@ -173,8 +198,9 @@ def _build(
     stacked: bool = False,
     shards: Shards | None = None,
     axes: MeshAxes = (),
+    gradients: Mapping[int, int] | None = None,
 ) -> CostGraph:
-    return _Builder(program, chip, stacked, shards, axes).graph(active_in, wanted)
+    return _Builder(program, chip, stacked, shards, axes, gradients).graph(active_in, wanted)
 
 
 MeshAxes = tuple[tuple[str, int], ...]  # the names and sizes of the axes of a mesh
@@ -187,6 +213,7 @@ class _Builder:
 
     Attributes:
         axes: the axes of the mesh of the `shard_map` that the program is inside of.
+        gradients: the bytes of the gradients by input, where they differ from those of the input.
     """
 
     def __init__(
@@ -196,8 +223,10 @@ class _Builder:
         stacked: bool,
         shards: Shards | None,
         axes: MeshAxes,
+        gradients: Mapping[int, int] | None,
     ):
         self.axes = axes
+        self.gradients = gradients or {}
         self.program = program
         self.chip = chip
         self.backend = Backend(chip.platform)
@@ -370,7 +399,9 @@ class _Builder:
                     in_memory=found.written[t],
                     active=t in reached,
                     cotangent_bytes=size if found.flowing[t] else 0,
-                    gradient_bytes=_ops.nbytes(aval) if producer < 0 and t in reached else 0,
+                    gradient_bytes=self.gradients.get(t, _ops.nbytes(aval))
+                    if producer < 0 and t in reached
+                    else 0,
                     sources=self.sources(t, producer, found.written[t], reads, tensors, len(users)),
                 )
             )

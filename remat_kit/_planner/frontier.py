@@ -453,18 +453,35 @@ def _point(
     )
 
 
-def sizes_of(graph: CostGraph, args: Sequence[Any], argnums: Argnums, call: str) -> tuple[int, int]:
+def sizes_of(
+    graph: CostGraph,
+    args: Sequence[Any],
+    argnums: Argnums,
+    call: str,
+    sums: Callable[[int, int], int] = lambda *_: 0,
+) -> tuple[int, int]:
     """Return the bytes of the arguments, and the bytes of the results with the gradients.
 
     If they are split over several devices, these are the bytes of one device.
+
+    Args:
+        graph: the cost graph of the loss.
+        args, argnums, call: as for `frontier`.
+        sums: returns how many bytes a gradient takes beside the result, from its bytes on one
+            device and on all.
     """
     structs = abstract(args, call=call)
+    leaves, tree = jax.tree.flatten(structs)
+    places = jax.tree.unflatten(tree, range(len(leaves)))
+    sizes = [_ops.shard_bytes(x) for x in leaves]
     chosen = [argnums] if isinstance(argnums, int) else list(argnums or ())
-    gradients = [structs[p] for p in chosen]
-    given, made = (
-        sum(_ops.shard_bytes(x) for x in jax.tree.leaves(t)) for t in (structs, gradients)
-    )
-    return given, made + sum(_ops.nbytes(v.aval) for v in graph.program.outvars)
+    own = len(graph.program.invars) - len(leaves)
+    made = sum(_ops.nbytes(v.aval) for v in graph.program.outvars)
+    for i in (i for p in chosen for i in jax.tree.leaves(places[p])):
+        # The compiler may return the gradient of an argument that is split as a whole.
+        size = max(sizes[i], graph.tensors[own + i].gradient_bytes)
+        made += size + sums(size, _ops.nbytes(leaves[i]))
+    return sum(sizes), made
 
 
 # -- hand-made checkpoints ------------------------------------------------------------------------

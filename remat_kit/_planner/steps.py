@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from remat_kit._backend.interface import Backend
 from remat_kit._chip.compile import Compiled, compile_program
 from remat_kit._chip.target import Target
 from remat_kit._compiled import hlo as _hlo
@@ -97,8 +98,14 @@ def _graph_of_loss(
     call: str,
 ) -> tuple[CostGraph, Surroundings]:
     with collection_put_off():
-        graph = _build.trace(fn, args, chip, argnums, call=call)
-    given, made = sizes_of(graph, args, argnums, call)
+        graph = _build.trace(fn, args, chip, argnums, call=call, returned=optimizer is None)
+
+    def sums(size: int, whole: int) -> int:
+        # A gradient that is split over all devices is no sum over them.
+        return size if size * chip.devices > whole else 0
+
+    apart = Backend(chip.platform).sums_gradients_apart and chip.devices > 1 and optimizer is None
+    given, made = sizes_of(graph, args, argnums, call, *([sums] if apart else []))
     if optimizer is not None:
         given += state_bytes(optimizer, args, argnums, call)
     return graph, Surroundings(given, made)
