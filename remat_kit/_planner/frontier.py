@@ -38,6 +38,7 @@ import dataclasses
 import functools
 import gc
 import itertools
+import math
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -360,10 +361,10 @@ def frontier_of(
             graph,
             tick=tick,
             host_bandwidth=chip.host_bandwidth_bytes_per_second if offload else 0.0,
+            host_bytes=chip.host_memory_bytes or math.inf,
             worth=worth,
         )
-        if offload:
-            found = _within_host(found, chip, call)
+        found = _within_host(graph, found, chip, call) if offload else found
         tick("computing lower bounds")
         bounds = _bounds.bounds(graph)
 
@@ -394,22 +395,25 @@ def frontier_of(
 
 
 def _within_host(
-    found: Sequence[_proposals.Candidate], chip: Target, call: str
+    graph: CostGraph, found: Sequence[_proposals.Candidate], chip: Target, call: str
 ) -> list[_proposals.Candidate]:
-    """Return the schedules whose offloaded arrays fit into the host's memory for one device."""
+    """Return the schedules whose offloaded arrays fit into the host's memory for one device.
+
+    Warns if the scans of the loss save more than that.
+    """
     room = chip.host_memory_bytes
     if room is None:
         return list(found)
-    fitting = [c for c in found if c.cost.host_bytes <= room]
-    if len(fitting) < len(found):
-        most = max(c.cost.host_bytes for c in found)
+    loops = (e.loop for e in graph.equations if e.loop is not None)
+    most = sum(loop.stacked_bytes + loop.length * loop.carry_bytes for loop in loops)
+    if most > room:
         _frames.warn(
-            f"`{call}(..., offload=True, target={chip.name!r})`: some schedules would offload up "
-            f"to {format_bytes(most)}, and the host has {format_bytes(room)} for each device. They "
-            "are left out",
-            "use a smaller batch if less must be recomputed; `remat-kit targets` lists the hosts",
+            f"`{call}(..., offload=True, target={chip.name!r})`: the scans of the loss save "
+            f"{format_bytes(most)}, and the host has {format_bytes(room)} for each device. Plans "
+            "that offload more than that are left out",
+            "use a smaller batch to offload all; `remat-kit targets` shows the memory of the hosts",
         )
-    return fitting
+    return [c for c in found if c.cost.host_bytes <= room]
 
 
 @contextlib.contextmanager
