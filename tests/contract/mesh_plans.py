@@ -154,7 +154,8 @@ def step_of(kind, weights_spec, batch_spec):
 
 def state_and_batch(kind, weights_spec, batch_spec):
     weights, x = arguments(kind, weights_spec, batch_spec)
-    return (weights, jax.jit(ADAM.init)(weights)), x
+    with jax.set_mesh(mesh(kind)):  # JAX 0.10.2 asks for it where axes are explicit
+        return (weights, jax.jit(ADAM.init)(weights)), x
 
 
 # -- what the plans say -----------------------------------------------------------------------
