@@ -614,6 +614,43 @@ def _is_ref_effect(effect: Any) -> bool:
     return isinstance(effect, (RefEffect, core.InternalMutableArrayEffect))
 
 
+@dataclasses.dataclass(frozen=True)
+class MappedAxes:
+    """The named axes of a `shard_map` (and those of `vmap` in it), and its mesh.
+
+    Attributes:
+        env: as `axis_env` returns it.
+        mesh: the abstract mesh, some of whose axes are manual.
+    """
+
+    env: Any
+    mesh: Any
+
+    @property
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        """The names and sizes of the mesh's axes, in order."""
+        return tuple(zip(self.mesh.axis_names, self.mesh.axis_sizes, strict=True))
+
+    @property
+    def splits_more(self) -> bool:
+        """Whether the partitioner of XLA splits values over other axes of the mesh."""
+        kinds = zip(self.mesh.axis_types, self.mesh.axis_sizes, strict=True)
+        return any(kind != jax.sharding.AxisType.Manual and size > 1 for kind, size in kinds)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Open the axes, so that what was traced inside of the `shard_map` can be traced again."""
+        with open_axes(self.env), jax.sharding.use_abstract_mesh(self.mesh):
+            yield
+
+
+def mapped_axes() -> MappedAxes | None:
+    """Return the axes of the `shard_map` whose body is being traced, or None. 0.10.2, 0.12."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = jax.sharding.AxisType.Manual in tuple(mesh.axis_types or ())
+    return MappedAxes(core.get_axis_env(), mesh) if manual else None
+
+
 def axis_env() -> Any:
     """Return the named axes that are open: of `vmap`, `shard_map` and the like. 0.10.2, 0.12."""
     return core.get_axis_env()
@@ -1617,14 +1654,9 @@ def propagated_result_shardings(module: Any) -> list[str] | None:
     """Run Shardy's propagation on a lowered module, and print the sharding of each result.
 
     A result that is replicated has an empty text. Return None if this jaxlib does not have the
-    passes. The module changes. `PassManager` and the pipeline are in jaxlib of jax 0.10.2 and 0.12.
+    passes. The module changes.
     """
-    try:
-        from jaxlib.mlir.passmanager import PassManager
-
-        with module.context:
-            PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
-    except Exception:  # the pipeline is no public API
+    if not _propagate(module):
         return None
     for operation in module.body.operations:
         attributes = operation.attributes
@@ -1637,6 +1669,50 @@ def propagated_result_shardings(module: Any) -> list[str] | None:
                 for result in attributes["res_attrs"]
             ]
     return None
+
+
+def _propagate(module: Any) -> bool:
+    """Run Shardy's propagation on a lowered module; tell whether this jaxlib has the passes.
+
+    `PassManager` and the pipeline are in jaxlib of jax 0.10.2 and 0.12.
+    """
+    try:
+        from jaxlib.mlir.passmanager import PassManager
+
+        with module.context:
+            PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
+    except Exception:  # the pipeline is no public API
+        return False
+    return True
+
+
+def propagated_barrier_shardings(module: Any) -> list[tuple[str, list[str]]] | None:
+    """Run Shardy's propagation, and print the shardings at each `jax.lax.optimization_barrier`.
+
+    Each barrier has its name stack, and a text for each of its results, in the order of the module.
+    Without any sharding the list of texts is empty. Return None as `propagated_result_shardings`
+    does. The module changes. 0.10.2 and 0.12 print the same.
+    """
+    if not _propagate(module):
+        return None
+    found: list[tuple[str, list[str]]] = []
+
+    def look(operation: Any) -> None:
+        if operation.name == "stablehlo.optimization_barrier":
+            name = str(operation.location).removeprefix('loc("').partition('"')[0]
+            attributes = operation.attributes
+            text = str(attributes["sdy.sharding"]) if "sdy.sharding" in attributes else ""
+            found.append((name, _SHARDING_OF_VALUE.findall(text)))
+        for region in operation.regions:
+            for block in region.blocks:
+                for inner in block.operations:
+                    look(inner.operation)
+
+    look(module.operation)
+    return found
+
+
+_SHARDING_OF_VALUE = re.compile(r"<@[^\[\]<>]*, \[[^\[\]]*\][^<>]*>")
 
 
 def axis_sizes(module: Any) -> dict[str, int]:
@@ -1654,11 +1730,11 @@ def context_devices() -> int:
     return max(1, int(jax.sharding.get_abstract_mesh().size))
 
 
-def devices_within(closed: Any, *, constraints: bool = True) -> int:
+def devices_within(closed: Any, *, shardings: bool = True) -> int:
     """Return the most devices that a sharding, a mesh or a captured array of a program names.
 
-    Without ``constraints``, what `jax.lax.with_sharding_constraint` names does not count, nor does
-    a mesh that a value lies on without being split by type (its axes are not explicit).
+    Without ``shardings``, only the mesh of a `shard_map` and captured arrays count, not what
+    `jax.lax.with_sharding_constraint` and explicit axes say.
     """
     seen: set[int] = set()
 
@@ -1668,8 +1744,8 @@ def devices_within(closed: Any, *, constraints: bool = True) -> int:
         seen.add(id(jaxpr))
         found = [partitions_of(getattr(c, "sharding", None)) for c in getattr(jaxpr, "consts", ())]
         for eqn in jaxpr.eqns:
-            if not constraints and eqn.primitive.name == "sharding_constraint":
-                continue
+            if not shardings and eqn.primitive.name == "sharding_constraint":
+                continue  # it also names the mesh of its context
             hi = hi_primitive(eqn)
             found += [of(v) for v in (*eqn.params.values(), *(hi.params.values() if hi else ()))]
             found += [of(getattr(v.aval, "sharding", None)) for v in eqn.outvars]
@@ -1681,7 +1757,7 @@ def devices_within(closed: Any, *, constraints: bool = True) -> int:
         if isinstance(value, (tuple, list)):
             return max(map(of, value), default=1)
         if isinstance(value, jax.sharding.Sharding):
-            return devices_of(value) if constraints else partitions_of(value)
+            return devices_of(value) if shardings else 1
         if isinstance(value, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
             return int(value.size)
         return 1

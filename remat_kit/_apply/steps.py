@@ -34,6 +34,7 @@ from remat_kit._policy.structural import Automatic
 from remat_kit._program import losses as _losses
 from remat_kit._program import paths as _paths
 from remat_kit._program import taken as _taken
+from remat_kit._program.gradient import abstract
 
 
 class Applied(Protocol):
@@ -143,9 +144,7 @@ class StepCalls:
         fn = functools.partial(self.fn, **kwargs) if kwargs else self.fn
         shapes, key = _shapes(args, kwargs)
         if key not in self.plans:
-            self.plans[key] = _planner().plan_for_step(
-                auto, fn, shapes, (args, kwargs), self.app.call
-            )
+            self.plans[key] = _planner().plan_for_step(auto, fn, shapes, self.app.call)
         plan = self.plans[key]
         if plan is False:
             self.known = self.app.step
@@ -198,15 +197,13 @@ def _planner() -> Any:
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-    """Return the arguments with shapes in the place of arrays, and a key of them."""
+    """Return the arguments with shapes in the place of arrays, and a key of them.
+
+    The shapes have the shardings of the arrays.
+    """
 
     def shape(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array):
-            return leaf
-        aval = jax.typeof(leaf)
-        return jax.ShapeDtypeStruct(
-            aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False))
-        )
+        return abstract((leaf,))[0] if isinstance(leaf, jax.Array) else leaf
 
     shapes, named = _flax.map_arrays(shape, (args, kwargs))
     leaves, tree = jax.tree.flatten(_flax.arrays_of((shapes, named)))

@@ -104,6 +104,13 @@ RECOMPUTES_REGIONS_EARLY = Fact(
     {"cpu": RELEASES[:1]},
 )
 
+SUMS_GRADIENTS_APART = Fact(
+    "sums_gradients_apart",
+    "The gradients that a partitioned loss returns are added up over the devices in temporaries, "
+    "which are live together at the end, beside the memory of the results.",
+    {"cpu": RELEASES, "cuda": _NEW},
+)
+
 MAKES_ZEROS_FIRST = Fact(
     "makes_zeros_first",
     "The zeros in which a scan accumulates gradients depend on nothing, and are allocated before "

@@ -86,6 +86,11 @@ class Backend:
         return self.has(_facts.MAKES_ZEROS_FIRST)
 
     @property
+    def sums_gradients_apart(self) -> bool:
+        """Whether gradients are summed over devices beside the memory of the results."""
+        return self.has(_facts.SUMS_GRADIENTS_APART)
+
+    @property
     def has_one_memory(self) -> bool:
         """Whether the host's memory is the memory of the device."""
         return self.has(_facts.HAS_ONE_MEMORY)

@@ -443,6 +443,7 @@ class _Search:
             trial = Trial(batch, False, None, reason=error.message)
         else:
             self.last = compiled
+            self.chip = compiled.chip  # with as many devices as the program's mesh
             trial = Trial(batch, compiled.memory.fits, compiled.memory)
             if trial.fits and batch > self.low:
                 self.best = compiled

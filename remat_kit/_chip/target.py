@@ -194,6 +194,8 @@ def _sharing(chip: Target, devices: int) -> Target:
 def for_arguments(name: str | Target, args: Any, call: str) -> Target:
     """Return the target of a program whose arguments may be split over several devices.
 
+    The mesh that `jax.set_mesh` has set counts too.
+
     Args:
         name: the chip or its name.
         args: pytrees of arrays or of `jax.ShapeDtypeStruct`.
@@ -204,7 +206,8 @@ def for_arguments(name: str | Target, args: Any, call: str) -> Target:
     """
     chip = target(name)
     devices = [_jax.devices_of(getattr(x, "sharding", None)) for x in jax.tree.leaves(args)]
-    return chip if max([1, *devices]) == 1 else for_devices(chip, max(devices), call)
+    most = max([_jax.context_devices(), *devices])
+    return chip if most == 1 else for_devices(chip, most, call)
 
 
 def for_devices(chip: Target, devices: int, call: str) -> Target:

@@ -260,6 +260,25 @@ def link_seconds(kind: str, size: int, groups: ReplicaGroups, chip: Linked) -> f
     return max(inside, times * whole * (hosts - 1) / hosts / (sharing * chip.links["network"]))
 
 
+def axes_seconds(
+    kind: str, size: int, over: Sequence[str], axes: Sequence[tuple[str, int]], chip: Linked
+) -> float:
+    """Return the time of a collective over axes of a mesh whose devices are in order.
+
+    >>> from remat_kit import target
+    >>> axes_seconds("all-gather", 450_000_000, ["data"], [("data", 8)], target("h100:8"))
+    0.000875
+
+    Args:
+        kind, size, chip: as for `link_seconds`.
+        over: the names of the axes that it runs over.
+        axes: the names and sizes of all axes of the mesh.
+    """
+    names = tuple(name for name, n in axes if name in over and n > 1)
+    groups = _groups_by_axes(tuple(axes), None).get(names)
+    return 0.0 if groups is None else link_seconds(kind, size, groups, chip)
+
+
 _NEAR = ("nvlink", "ici", "pcie", "memory")  # the link between neighbours, the fastest first
 
 

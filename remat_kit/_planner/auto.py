@@ -29,8 +29,7 @@ from remat_kit._apply.decorate import policy as apply
 from remat_kit._chip.cache import default_cache, key_of
 from remat_kit._chip.target import Target
 from remat_kit._chip.target import target as find_target
-from remat_kit._errors import PolicyError, RematKitError, UnknownNameError, UserError
-from remat_kit._frameworks import flax as _flax
+from remat_kit._errors import PolicyError, RematKitError, UnknownNameError
 from remat_kit._planner import build as _build
 from remat_kit._planner import proposals as _proposals
 from remat_kit._planner.frontier import Surroundings, check_options, frontier_of
@@ -41,7 +40,7 @@ from remat_kit._policy import recipe as _recipe
 from remat_kit._policy import schedule as _schedule
 from remat_kit._policy.structural import Automatic, Planned
 from remat_kit._program import ops as _ops
-from remat_kit._program.gradient import check_on_one_device, check_program
+from remat_kit._program.gradient import check_program
 from remat_kit._program.losses import Loss, step_of
 
 _COMPILES = 5  # as for `remat_kit.plan`
@@ -58,21 +57,16 @@ _numbers = itertools.count()  # of the plans of this process; the same in every 
 
 
 def plan_for_step(
-    auto: Automatic, fn: Callable[..., Any], args: Sequence[Any], given: Any, call: str
+    auto: Automatic, fn: Callable[..., Any], args: Sequence[Any], call: str
 ) -> Planned | bool | None:
     """Return the plan of a step, None if there is none, or False if the function is no step.
 
     Args:
         auto: the policy.
-        fn, args: the step, and the shapes of its arguments.
-        given: the arguments themselves, which show whether they are partitioned.
+        fn, args: the step, and the shapes of its arguments with their shardings.
         call: the call of `policy` as the user wrote it.
     """
     budget = parsed_budget(auto.budget, where=f"auto({auto.budget!r})")
-    try:
-        check_on_one_device(_flax.arrays_of(given), "auto")
-    except UserError as error:
-        return _without_plan(auto, error.message, call)
     with _jax.outside_of_traces():
         step = step_of(fn, args, call="auto")
         if step is None or not step.losses:
@@ -88,8 +82,22 @@ def plan_for_step(
             )
             return answered(search, search.run(budget))
 
-        text = f"{step.program.traced.jaxpr} {step.program.values_donated}"
+        traced = step.program.traced
+        text = f"{traced.jaxpr} {step.program.values_donated}{_partition_of(traced)}"
         return _planned(auto, step.losses, text, make, call)
+
+
+def _partition_of(traced: Any) -> str:
+    """Return the shardings of a step as text, "" on one device; its jit may give some of them."""
+    if jax.device_count() == 1:
+        return ""
+    parts = _jax.partitioned(traced.lower())
+    split = [
+        (x.mesh.shape_tuple, x.spec)
+        for _, x in (*parts.arguments, *parts.results)
+        if isinstance(x, jax.sharding.NamedSharding)
+    ]
+    return f" {split}" if split else ""
 
 
 def plan_for_loss(auto: Automatic, loss: Loss, call: str) -> Planned | None:

@@ -30,8 +30,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.extend.core as jec
@@ -41,6 +41,7 @@ from remat_kit import _jax
 from remat_kit._backend import facts as _facts
 from remat_kit._backend.fusion import FusionFlow
 from remat_kit._backend.interface import Backend, Chip, peak_rate
+from remat_kit._compiled.collectives import Linked, axes_seconds
 from remat_kit._errors import UserError
 from remat_kit._planner.derivative import OperationDerivative, derivative_of
 from remat_kit._planner.graph import CostGraph, Equation, Loop, Tensor
@@ -58,7 +59,12 @@ from remat_kit._program.gradient import (
 from remat_kit._program.losses import Loss
 from remat_kit._program.ops import is_fusible, is_view, reduces
 from remat_kit._program.program import Program, flat_program
-from remat_kit._program.sharding import Shards
+from remat_kit._program.sharding import Shard, Shards, SplitProduct
+
+
+class LinkedChip(Chip, Linked, Protocol):
+    """The attributes of a `Target` that costs depend on."""
+
 
 # -- tracing --------------------------------------------------------------------------------------
 
@@ -66,10 +72,11 @@ from remat_kit._program.sharding import Shards
 def trace(
     fn: Callable[..., Any],
     args: Sequence[Any],
-    chip: Chip,
+    chip: LinkedChip,
     argnums: Argnums = 0,
     *,
     call: str = "frontier",
+    returned: bool = True,
 ) -> CostGraph:
     """Trace a loss into its cost graph, without compiling or running anything.
 
@@ -88,6 +95,8 @@ def trace(
         chip: a `Target`, whose rates turn operations and bytes into seconds.
         argnums: the positions of the arguments to differentiate.
         call: the public function that errors name.
+        returned: whether the program returns the gradients, so that the compiler chooses how a
+            mesh splits them. Else they are split as the arguments are.
 
     Raises:
         NotDifferentiableError: ``fn`` cannot be differentiated.
@@ -100,10 +109,10 @@ def trace(
             hint="pass the loss, and in argnums= the arguments to differentiate; optimizer= counts "
             "the memory of the whole step",
         )
-    gradient_program(fn, args, argnums, call=call)  # raises an error if ``fn`` is not a loss
+    gradient = gradient_program(fn, args, argnums, call=call)  # raises if ``fn`` is not a loss
     structs = abstract(args, call=call)
     positions = [argnums] if isinstance(argnums, int) else list(argnums)
-    positions = {p % len(structs) for p in positions}
+    positions = [p % len(structs) for p in positions]
     active = [
         i in positions and jnp.issubdtype(leaf.dtype, jnp.floating)
         for i, struct in enumerate(structs)
@@ -111,12 +120,34 @@ def trace(
     ]
     with _taken.differentiated_later():
         closed = jax.make_jaxpr(fn)(*structs)
-    check_program(closed, call, constraints=True)
+    check_program(closed, call, shardings=True)
     program = flat_program(closed)
     active = [False] * len(program.consts) + active
     wanted = [i == 0 for i in range(len(program.outvars))]
     shards = _shards_of(closed, program, jax.tree.leaves(structs), call)
-    return _build(program, active, wanted, chip, shards=shards)
+    if shards is None or not returned:
+        return _build(program, active, wanted, chip, shards=shards)
+    gradients = _gradient_bytes(gradient, structs, positions)
+    own = len(program.consts)
+    gradients = {own + i: size for i, size in gradients.items()}
+    return _build(program, active, wanted, chip, shards=shards, gradients=gradients)
+
+
+def _gradient_bytes(
+    gradient: Callable[..., Any], structs: Sequence[Any], positions: Sequence[int]
+) -> dict[int, int]:
+    """Return the bytes on one device of the gradients that a program returns, by flat argument."""
+    leaves, tree = jax.tree.flatten(tuple(structs))
+    found = _sharding.result_shards(
+        lambda *given: jax.tree.leaves(gradient(*tree.unflatten(given))), leaves
+    )
+    places = jax.tree.unflatten(tree, range(len(leaves)))
+    chosen = [place for p in positions for place in jax.tree.leaves(places[p])]
+    shapes = (found or [])[-len(chosen) :]  # they come after the value and the auxiliary results
+    return {
+        i: _ops.nbytes(jax.ShapeDtypeStruct(shape, leaves[i].dtype))
+        for i, shape in zip(chosen, shapes, strict=False)
+    }
 
 
 def _shards_of(
@@ -133,31 +164,69 @@ def _shards_of(
     return shards
 
 
-def of_loss(loss: Loss, chip: Chip) -> CostGraph:
-    """Return the cost graph of a loss that a step differentiates."""
+def of_loss(loss: Loss, chip: LinkedChip, *, call: str = "frontier") -> CostGraph:
+    """Return the cost graph of a loss that a step differentiates.
+
+    Raises:
+        UserError: the step is partitioned, and the shardings inside of the loss are unknown.
+    """
     program = loss.flat()
     own = len(program.invars) - len(loss.active)
-    return _build(program, [False] * own + list(loss.active), loss.wanted, chip)
+    active = [False] * own + list(loss.active)
+    if loss.axes is not None:
+        if loss.axes.splits_more:
+            raise partitioned(
+                "a loss is inside of a `shard_map` that leaves some axes to the partitioner",
+                loss.axes.mesh.size,
+                call,
+            )
+        with loss.axes.opened():  # the shapes inside of it are those of one device
+            return _build(program, active, loss.wanted, chip, axes=loss.axes.sizes)
+    shards = None
+    if loss.shardings:
+        check_program(loss.jaxpr, call, shardings=True)
+        given = dataclasses.replace(program, consts=program.consts[:own])
+        shards = _shards_of(loss.jaxpr, given, loss.inputs, call)
+    return _build(program, active, loss.wanted, chip, shards=shards)
 
 
 def _build(
     program: Program,
     active_in: Sequence[bool],
     wanted: Sequence[bool],
-    chip: Chip,
+    chip: LinkedChip,
     stacked: bool = False,
     shards: Shards | None = None,
+    axes: MeshAxes = (),
+    gradients: Mapping[int, int] | None = None,
 ) -> CostGraph:
-    return _Builder(program, chip, stacked, shards).graph(active_in, wanted)
+    return _Builder(program, chip, stacked, shards, axes, gradients).graph(active_in, wanted)
+
+
+MeshAxes = tuple[tuple[str, int], ...]  # the names and sizes of the axes of a mesh
 
 
 class _Builder:
     """Builds the cost graph of a flat program.
 
     If the program is partitioned, all bytes and FLOPs are those of one device.
+
+    Attributes:
+        axes: the axes of the mesh of the `shard_map` that the program is inside of.
+        gradients: the bytes of the gradients by input, where they differ from those of the input.
     """
 
-    def __init__(self, program: Program, chip: Chip, stacked: bool, shards: Shards | None):
+    def __init__(
+        self,
+        program: Program,
+        chip: LinkedChip,
+        stacked: bool,
+        shards: Shards | None,
+        axes: MeshAxes,
+        gradients: Mapping[int, int] | None,
+    ):
+        self.axes = axes
+        self.gradients = gradients or {}
         self.program = program
         self.chip = chip
         self.backend = Backend(chip.platform)
@@ -165,14 +234,17 @@ class _Builder:
         self.shards = shards
         self.index: dict[Any, int] = {}  # variable -> tensor
         self.made: list[tuple[Any, int, int]] = []  # aval on a device, producer, position
+        self.split: dict[Any, Shard] = {}  # variable -> what a device has of it
+        if shards is not None:
+            self.axes = shards.axes
+            makers = zip(program.eqns, shards.results, strict=True)
+            pairs = [(program.invars, shards.inputs), *((e.outvars, outs) for e, outs in makers)]
+            self.split = {v: x for vs, xs in pairs for v, x in zip(vs, xs, strict=True)}
 
     def new(self, var: Any, producer: int, position: int) -> int:
         aval = var.aval
-        if self.shards is not None:
-            shards = self.shards
-            shape = shards.inputs[position] if producer < 0 else shards.results[producer][position]
-            if shape != getattr(aval, "shape", shape):
-                aval = aval.update(shape=shape)
+        if var in self.split and self.split[var].shape != getattr(aval, "shape", None):
+            aval = aval.update(shape=self.split[var].shape)
         self.index[var] = len(self.made)
         self.made.append((aval, producer, position))
         return self.index[var]
@@ -190,11 +262,9 @@ class _Builder:
         if self.shards is None:
             return 1.0
         if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            local, whole = self.aval(eqn.invars[0]).shape, eqn.invars[0].aval.shape
-            inner = math.prod(local[d] for d in contracted)
-            part = inner / max(1, math.prod(whole[d] for d in contracted))  # an axis may be empty
-            return part * self.part(eqn.outvars[0])
+            found = self.split_product(eqn)
+            parts = 1 if found is None else self.size_of(found.sums)
+            return self.part(eqn.outvars[0]) / parts
         atoms = [*eqn.invars, *eqn.outvars]
         largest = max(atoms, key=lambda v: _ops.nbytes(v.aval), default=None)
         if largest is None:
@@ -204,8 +274,31 @@ class _Builder:
             # The part of the output, and that of the input channels that are summed over.
             channels = eqn.params["dimension_numbers"].lhs_spec[1]
             whole = max(1, eqn.invars[0].aval.shape[channels])
-            part = self.part(eqn.outvars[0]) * self.aval(eqn.invars[0]).shape[channels] / whole
+            local = self.split[eqn.invars[0]].shape if eqn.invars[0] in self.split else ()
+            part = self.part(eqn.outvars[0]) * (local[channels] / whole if local else 1.0)
         return part
+
+    def split_product(self, eqn: Any) -> SplitProduct | None:
+        """Return how devices compute a product together; None for other operations."""
+        if eqn.primitive.name != "dot_general" or not self.split:
+            return None
+        if any(isinstance(v, jec.Literal) for v in eqn.invars):
+            return None
+        left, right, out = (self.split[v] for v in (*eqn.invars, *eqn.outvars))
+        return _sharding.split_product(eqn.params["dimension_numbers"], left, right, out)
+
+    def size_of(self, axes: Iterable[str]) -> int:
+        """Return the number of devices along axes of the mesh."""
+        sizes = dict(self.axes)
+        return math.prod(sizes[axis] for axis in axes)
+
+    def gathered(self, eqn: Any) -> list[tuple[int, tuple[str, ...]]]:
+        """Return the operands that a device gathers for a product: their bytes, and the axes."""
+        found = self.split_product(eqn)
+        if found is None:
+            return []
+        pairs = zip(eqn.invars, found.gathers, strict=True)
+        return [(_ops.nbytes(self.aval(v)) * self.size_of(axes), axes) for v, axes in pairs if axes]
 
     def part(self, atom: Any) -> float:
         """Return the part of an array that is on one device."""
@@ -306,7 +399,9 @@ class _Builder:
                     in_memory=found.written[t],
                     active=t in reached,
                     cotangent_bytes=size if found.flowing[t] else 0,
-                    gradient_bytes=_ops.nbytes(aval) if producer < 0 and t in reached else 0,
+                    gradient_bytes=self.gradients.get(t, _ops.nbytes(aval))
+                    if producer < 0 and t in reached
+                    else 0,
                     sources=self.sources(t, producer, found.written[t], reads, tensors, len(users)),
                 )
             )
@@ -387,6 +482,10 @@ class _Builder:
         )
         places = round(self.share(eqn) * self.backend.extra_residual_bytes(eqn)) if rule else 0
         made = rule.made_bytes if rule and self.backend.stores_made(eqn) else 0
+        working = self.working_bytes(eqn, rule) if rule and loop is None else 0
+        copies = sum(size for size, _ in self.gathered(eqn)) if rule else 0
+        if self.stacked:  # a scan saves what its iterations gathered in shards
+            copies, working = 0, working + copies
         return Equation(
             index=i,
             primitive=_program.primitive_name(eqn),
@@ -395,13 +494,13 @@ class _Builder:
             makes=makes,
             needs=needs,
             keeps=() if places else keeps,
-            made_bytes=(rule.made_bytes if rule else 0) + places,
-            made_in_memory=made + places,
+            made_bytes=(rule.made_bytes if rule else 0) + places + copies,
+            made_in_memory=made + places + copies,
             flops=flops,
             seconds=seconds,
             backward_flops=rule.flops if rule else 0.0,
             backward_seconds=backward_seconds,
-            working_bytes=self.working_bytes(eqn, rule) if rule and loop is None else 0,
+            working_bytes=working,
             rounds=self.backend.rounds(eqn),
             loop=loop,
             unknown=tuple(e.primitive.name for e in _ops.unknown_costs(eqn)),
@@ -418,10 +517,11 @@ class _Builder:
         """Return the FLOPs and seconds of an equation, and the seconds of its derivative."""
         traffic, written = moved
         flops = self.share(eqn) * _ops.flops(eqn) if makes or not is_view(eqn) else 0.0
-        seconds, backward = self.seconds(eqn, flops, written), 0.0
+        links = self.link_seconds(eqn)
+        seconds, backward = links + self.seconds(eqn, flops, written), 0.0
         if rule is not None:
             products = rule.flops / _rate(self.chip, eqn) if rule.heavy else 0.0
-            backward = max(products, 2 * traffic / self.chip.bandwidth_bytes_per_second)
+            backward = max(products, 2 * traffic / self.chip.bandwidth_bytes_per_second) + links
         if eqn.primitive.name == "scan":
             length = eqn.params["length"]
             inner = loop.graph if loop else self.body(eqn, ())
@@ -448,11 +548,28 @@ class _Builder:
             return moving
         return max(flops / _rate(self.chip, eqn), moving)
 
+    def link_seconds(self, eqn: Any) -> float:
+        """Return the time on the links between the devices.
+
+        A collective takes it, and a product whose operands are gathered or whose parts are added
+        up.
+        """
+        seconds = 0.0
+        if (collective := _ops.collective_of(eqn)) is not None:
+            size = sum(_ops.nbytes(v.aval) for v in eqn.outvars)
+            seconds += axes_seconds(*(collective[0], size, collective[1]), self.axes, self.chip)
+        for size, over in self.gathered(eqn):
+            seconds += axes_seconds("all-gather", size, over, self.axes, self.chip)
+        if (found := self.split_product(eqn)) is not None:
+            size = _ops.nbytes(self.aval(eqn.outvars[0]))
+            seconds += axes_seconds("all-reduce", size, found.sums, self.axes, self.chip)
+        return seconds
+
     def body(self, eqn: Any, active: Sequence[bool]) -> CostGraph:
         program = flat_program(eqn.params["jaxpr"], self.program.path(eqn))
         flags = [False] * len(program.consts) + (list(active) or [False] * len(eqn.invars))
         wanted = [bool(active)] * len(program.outvars)
-        return _build(program, flags, wanted, self.chip, True, self.shards_of(eqn))
+        return _build(program, flags, wanted, self.chip, True, self.shards_of(eqn), self.axes)
 
     def shards_of(self, eqn: Any) -> Shards | None:
         """Return the shapes on one device in the body of a scan of this program."""
@@ -468,7 +585,8 @@ class _Builder:
         for branch in eqn.params["branches"]:
             program = flat_program(branch, path)
             active = [False] * len(program.consts) + flags
-            found.append(_build(program, active, [bool(mask)] * len(program.outvars), self.chip))
+            wanted = [bool(mask)] * len(program.outvars)
+            found.append(_build(program, active, wanted, self.chip, axes=self.axes))
         return found
 
     def loop(self, eqn: Any, rule: OperationDerivative) -> Loop:
@@ -517,7 +635,7 @@ _FUSED_FROM = 1.5
 _UNKNOWN_FLOPS = 1000
 
 
-def _rate(chip: Chip, eqn: Any) -> float:
+def _rate(chip: LinkedChip, eqn: Any) -> float:
     """Return the chip's peak rate in FLOP/s for the type of an operation's first operand."""
     dtype = getattr(eqn.invars[0].aval, "dtype", "float32") if eqn.invars else "float32"
     return peak_rate(chip, str(dtype))

@@ -38,6 +38,7 @@ import dataclasses
 import functools
 import gc
 import itertools
+import math
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -360,8 +361,10 @@ def frontier_of(
             graph,
             tick=tick,
             host_bandwidth=chip.host_bandwidth_bytes_per_second if offload else 0.0,
+            host_bytes=chip.host_memory_bytes or math.inf,
             worth=worth,
         )
+        found = _within_host(graph, found, chip, call) if offload else found
         tick("computing lower bounds")
         bounds = _bounds.bounds(graph)
 
@@ -389,6 +392,28 @@ def frontier_of(
         memory_bytes=chip.memory_bytes,
         graph=graph,
     )
+
+
+def _within_host(
+    graph: CostGraph, found: Sequence[_proposals.Candidate], chip: Target, call: str
+) -> list[_proposals.Candidate]:
+    """Return the schedules whose offloaded arrays fit into the host's memory for one device.
+
+    Warns if the scans of the loss save more than that.
+    """
+    room = chip.host_memory_bytes
+    if room is None:
+        return list(found)
+    loops = (e.loop for e in graph.equations if e.loop is not None)
+    most = sum(loop.stacked_bytes + loop.length * loop.carry_bytes for loop in loops)
+    if most > room:
+        _frames.warn(
+            f"`{call}(..., offload=True, target={chip.name!r})`: the scans of the loss save "
+            f"{format_bytes(most)}, and the host has {format_bytes(room)} for each device. Plans "
+            "that offload more than that are left out",
+            "use a smaller batch to offload all; `remat-kit targets` shows the memory of the hosts",
+        )
+    return [c for c in found if c.cost.host_bytes <= room]
 
 
 @contextlib.contextmanager
@@ -432,18 +457,35 @@ def _point(
     )
 
 
-def sizes_of(graph: CostGraph, args: Sequence[Any], argnums: Argnums, call: str) -> tuple[int, int]:
+def sizes_of(
+    graph: CostGraph,
+    args: Sequence[Any],
+    argnums: Argnums,
+    call: str,
+    sums: Callable[[int, int], int] = lambda *_: 0,
+) -> tuple[int, int]:
     """Return the bytes of the arguments, and the bytes of the results with the gradients.
 
     If they are split over several devices, these are the bytes of one device.
+
+    Args:
+        graph: the cost graph of the loss.
+        args, argnums, call: as for `frontier`.
+        sums: returns how many bytes a gradient takes beside the result, from its bytes on one
+            device and on all.
     """
     structs = abstract(args, call=call)
+    leaves, tree = jax.tree.flatten(structs)
+    places = jax.tree.unflatten(tree, range(len(leaves)))
+    sizes = [_ops.shard_bytes(x) for x in leaves]
     chosen = [argnums] if isinstance(argnums, int) else list(argnums or ())
-    gradients = [structs[p] for p in chosen]
-    given, made = (
-        sum(_ops.shard_bytes(x) for x in jax.tree.leaves(t)) for t in (structs, gradients)
-    )
-    return given, made + sum(_ops.nbytes(v.aval) for v in graph.program.outvars)
+    own = len(graph.program.invars) - len(leaves)
+    made = sum(_ops.nbytes(v.aval) for v in graph.program.outvars)
+    for i in (i for p in chosen for i in jax.tree.leaves(places[p])):
+        # The compiler may return the gradient of an argument that is split as a whole.
+        size = max(sizes[i], graph.tensors[own + i].gradient_bytes)
+        made += size + sums(size, _ops.nbytes(leaves[i]))
+    return sum(sizes), made
 
 
 # -- hand-made checkpoints ------------------------------------------------------------------------

@@ -118,6 +118,7 @@ def proposed(
     levels: int = 20,
     slots: int = 240,
     host_bandwidth: float = 0.0,
+    host_bytes: float = math.inf,
     worth: Worth = TIME,
 ) -> list[Candidate]:
     """Return every proposed schedule with its simulated cost; the first schedule has no region.
@@ -131,11 +132,12 @@ def proposed(
         slots: number of equal steps into which the dynamic program divides memory.
         host_bandwidth: bytes per second between device and host, in one direction; 0 if nothing
             may be offloaded.
+        host_bytes: the most that the iterations of one scan may offload.
         worth: how FLOPs and seconds are combined into extra work.
     """
     found: list[Candidate] = []
     try:
-        for candidate in _simulated(graph, tick, levels, slots, host_bandwidth, worth):
+        for candidate in _simulated(graph, tick, levels, slots, host_bandwidth, worth, host_bytes):
             found.append(candidate)
     except KeyboardInterrupt:
         if len(found) < 2:
@@ -150,6 +152,7 @@ def _simulated(
     slots: int,
     host_bandwidth: float,
     worth: Worth,
+    host_bytes: float = math.inf,
 ) -> Iterator[Candidate]:
     """Yield every proposed schedule with its simulated cost; the first schedule has no region."""
     n = len(graph.equations)
@@ -164,7 +167,7 @@ def _simulated(
     for e in graph.equations:
         if e.loop is not None:
             tick(f"planning the scan at {e.module or 'the top'}")
-            loops[e.index] = loop_plans(e, worth, host_bandwidth)
+            loops[e.index] = loop_plans(e, worth, host_bandwidth, host_bytes=host_bytes)
     bandwidth = host_bandwidth or math.inf
     seen: set[Schedule[int]] = set()
     problem = _Problem(graph, loops, levels, slots, bandwidth, tick, worth)
@@ -549,7 +552,11 @@ def _pareto(found: Iterable[_T], cost: Callable[[_T], Simulated], worth: Worth) 
 
 
 def loop_plans(
-    e: Any, worth: Worth = TIME, host_bandwidth: float = 0.0, most: int = 96
+    e: Any,
+    worth: Worth = TIME,
+    host_bandwidth: float = 0.0,
+    most: int = 96,
+    host_bytes: float = math.inf,
 ) -> list[LoopPlan[int]]:
     """Return the ways to run a scan that are worth having, from the lowest peak up.
 
@@ -562,6 +569,7 @@ def loop_plans(
         host_bandwidth: bytes per second between device and host, in one direction. If it is not 0,
             the arrays that an iteration saves may be offloaded.
         most: maximum number of plans to return.
+        host_bytes: the most that all iterations may offload.
     """
     loop = e.loop
     n = len(loop.graph.equations)
@@ -592,6 +600,7 @@ def loop_plans(
         for body in dict.fromkeys([here[0][0].body, whole] if here else [whole]):
             found.append((LoopPart(length, group, body),))
     cost |= {p: loop_cost(loop, p, bandwidth) for p in found}
+    found = [p for p in found if cost[p].host_bytes <= host_bytes]
     kept = _pareto(found, cost.__getitem__, worth)
     return _thinned(kept, [(cost[p].peak_bytes, worth.extra(cost[p])) for p in kept], most)
 

@@ -328,6 +328,7 @@ class Search:
             run=self.run_local,
         )
         self.known[place], self.texts[place] = compiled.memory, compiled.hlo_text
+        self.chip = compiled.chip  # it has as many devices as the step's own jit names
 
     def so_far(self) -> str:
         peaks = [m.peak_bytes for m in self.known.values() if m.peak_bytes]

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from remat_kit._backend.interface import Backend
 from remat_kit._chip.compile import Compiled, compile_program
 from remat_kit._chip.target import Target
 from remat_kit._compiled import hlo as _hlo
@@ -29,7 +30,6 @@ from remat_kit._compiled.hlo import Instruction
 from remat_kit._compiled.liveness import DEVICE, TEMPORARY
 from remat_kit._compiled.peak import anatomy
 from remat_kit._errors import UserError
-from remat_kit._frameworks import flax as _flax
 from remat_kit._planner import build as _build
 from remat_kit._planner.frontier import (
     Frontier,
@@ -44,12 +44,8 @@ from remat_kit._planner.graph import CostGraph
 from remat_kit._planner.point import Point
 from remat_kit._program.gradient import (
     Argnums,
-    check_no_mesh,
-    check_on_one_device,
-    check_program,
-    partitioned,
 )
-from remat_kit._program.losses import Step, step_of
+from remat_kit._program.losses import Step, on_mesh, step_of
 from remat_kit._program.step import state_bytes
 
 
@@ -76,7 +72,6 @@ def frontier_for(
         graph, around = _graph_of_loss(fn, args, chip, argnums, optimizer, call)
         front = frontier_of(graph, around, chip, objective, offload, tick, begun, call)
         return front, argnums
-    _check_on_one_device(args, call)
     return frontier_of_step(step, fn, args, chip, objective, offload, tick, call), None
 
 
@@ -88,10 +83,10 @@ def graphs_for(
     if step is None:
         graph, around = _graph_of_loss(fn, args, chip, argnums, None, call)
         return [graph], around
-    _check_on_one_device(args, call)
     _check_losses(step, call)
-    given, least = rest_of_step(_compiled_without_plan(fn, args, chip, call))
-    return [_build.of_loss(loss, chip) for loss in step.losses], Surroundings(given, 0, least)
+    compiled = compile_program(fn, args, chip, argnums=None, call=call, run=False)
+    given, least = rest_of_step(compiled)
+    return _graphs_of_step(step, fn, args, compiled, call), Surroundings(given, 0, least)
 
 
 def _graph_of_loss(
@@ -102,30 +97,30 @@ def _graph_of_loss(
     optimizer: Any,
     call: str,
 ) -> tuple[CostGraph, Surroundings]:
-    check_no_mesh(call)
     with collection_put_off():
-        graph = _build.trace(fn, args, chip, argnums, call=call)
-    given, made = sizes_of(graph, args, argnums, call)
+        graph = _build.trace(fn, args, chip, argnums, call=call, returned=optimizer is None)
+
+    def sums(size: int, whole: int) -> int:
+        # A gradient that is split over all devices is no sum over them.
+        return size if size * chip.devices > whole else 0
+
+    apart = Backend(chip.platform).sums_gradients_apart and chip.devices > 1 and optimizer is None
+    given, made = sizes_of(graph, args, argnums, call, *([sums] if apart else []))
     if optimizer is not None:
         given += state_bytes(optimizer, args, argnums, call)
     return graph, Surroundings(given, made)
 
 
-def _check_on_one_device(args: Sequence[Any], call: str) -> None:
-    check_on_one_device(_flax.arrays_of(tuple(args)), call)
-
-
-def _compiled_without_plan(
-    fn: Callable[..., Any], args: Sequence[Any], chip: Target, call: str
-) -> Compiled:
-    compiled = compile_program(fn, args, chip, argnums=None, call=call, run=False)
-    if compiled.memory.devices > 1:  # the shardings of the step's own jit are not in its jaxpr
-        raise partitioned("the step is partitioned", compiled.memory.devices, call)
-    return compiled
+def _graphs_of_step(
+    step: Step, fn: Callable[..., Any], args: Sequence[Any], compiled: Compiled, call: str
+) -> list[CostGraph]:
+    """Return the cost graphs of a step's losses; of a partitioned step, those of one device."""
+    if compiled.memory.devices > 1:
+        step = on_mesh(step, fn, args, call=call)
+    return [_build.of_loss(loss, compiled.chip, call=call) for loss in step.losses]
 
 
 def _check_losses(step: Step, call: str) -> None:
-    check_program(step.program.traced.jaxpr, call)
     if not step.losses:
         raise UserError(
             f"`{call}`: the function takes no gradient, so there is nothing to plan",
@@ -157,9 +152,10 @@ def frontier_of_step(
     begun = time.perf_counter()
     check_options(objective, offload, chip, call)
     _check_losses(step, call)
-    graphs = [_build.of_loss(loss, chip) for loss in step.losses]
     tick(f"compiling for {chip.name}: the step without a plan")
-    compiled = _compiled_without_plan(fn, args, chip, call)
+    compiled = compile_program(fn, args, chip, argnums=None, call=call, run=False)
+    chip = compiled.chip  # it has as many devices as the step's own jit names
+    graphs = _graphs_of_step(step, fn, args, compiled, call)
     given, least = rest_of_step(compiled)
     fronts = [
         frontier_of(

@@ -78,31 +78,12 @@ def abstract(args: Sequence[Any], *, call: str = "measure") -> tuple[Any, ...]:
     return tree.unflatten(_struct(path, leaf, call) for path, leaf in leaves)
 
 
-def check_on_one_device(args: Any, call: str) -> None:
-    """Raise `UserError` if an argument is partitioned over several devices, or a mesh is set.
-
-    Functions that know no meshes yet call it. An array that is replicated on several devices counts
-    as an array on one device.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(args)):
-        devices = _jax.partitions_of(getattr(leaf, "sharding", None))
-        if devices > 1:
-            raise partitioned(f"{_name(path)} is partitioned", devices, call)
-    check_no_mesh(call)
-
-
-def check_no_mesh(call: str) -> None:
-    """Raise `UserError` if `jax.set_mesh` has set a mesh of several devices."""
-    if (devices := _jax.context_devices()) > 1:
-        raise partitioned("`jax.set_mesh` partitions the program", devices, call)
-
-
-def check_program(closed: Any, call: str, *, constraints: bool = False) -> None:
+def check_program(closed: Any, call: str, *, shardings: bool = False) -> None:
     """Raise `UserError` if a traced function uses a mesh or a sharding of several devices.
 
-    With ``constraints`` it may constrain the shardings of its values.
+    With ``shardings`` it may say how its values are split, but not call `shard_map`.
     """
-    if (devices := _jax.devices_within(closed, constraints=not constraints)) > 1:
+    if (devices := _jax.devices_within(closed, shardings=not shardings)) > 1:
         raise partitioned("the function is partitioned", devices, call)
 
 
@@ -111,10 +92,10 @@ def partitioned(what: str, devices: int, call: str) -> UserError:
     return UserError(
         f"`{call}`: {what} over {devices} devices, which `{call}` does not know",
         hint="`measure` and `inspect` take every partitioned program. `plan`, `frontier` and "
-        "`estimate` take a loss whose arguments have shardings, and which constrains those of its "
-        "values; otherwise give the program of one device: its part of the batch and of the "
-        "parameters as `jax.ShapeDtypeStruct` without a sharding, and the function without mesh "
-        "and shardings",
+        "`estimate` take a loss or a step whose arguments have shardings, and a step whose loss is "
+        "inside of `shard_map`; otherwise give the program of one device: its part of the batch "
+        "and of the parameters as `jax.ShapeDtypeStruct` without a sharding, and the function "
+        "without mesh and shardings",
     )
 
 

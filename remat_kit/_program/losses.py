@@ -38,6 +38,7 @@ from remat_kit._files import is_own_file
 from remat_kit._frameworks import arguments as _arguments
 from remat_kit._frameworks import flax as _flax
 from remat_kit._program import paths as _paths
+from remat_kit._program import sharding as _sharding
 from remat_kit._program import taken as _taken
 from remat_kit._program import traced as _traced
 from remat_kit._program.flow import Numbering
@@ -65,6 +66,9 @@ class Loss:
         base: the module path of the place where the gradient is taken.
         times: how often one step runs it; an iteration of unknown number counts once.
         loop: the loops around it in words, or "".
+        shardings: for each input, how a partitioned step splits it, or None; empty if the step is
+            not partitioned, or if nobody asked (`on_mesh`).
+        axes: the axes of the `shard_map` that it is inside of, or None.
     """
 
     name: str
@@ -77,6 +81,8 @@ class Loss:
     base: Path
     times: float = 1.0
     loop: str = ""
+    shardings: tuple[jax.sharding.NamedSharding | None, ...] = ()
+    axes: _jax.MappedAxes | None = None
 
     def function(self, *inputs: Any) -> tuple[Any, list[Any]]:
         """Run the loss on its constants and its arguments, and return ``(scalar, auxiliary)``.
@@ -94,8 +100,12 @@ class Loss:
 
     @property
     def inputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The shapes of the constants, then those of the arguments."""
-        return tuple(_struct(a) for a in self.jaxpr.in_avals)
+        """The shapes of the constants, then those of the arguments, with their shardings."""
+        structs = tuple(_struct(a) for a in self.jaxpr.in_avals)
+        if not self.shardings:
+            return structs
+        pairs = zip(structs, self.shardings, strict=True)
+        return tuple(x if s is None else x.update(sharding=s) for x, s in pairs)
 
     @property
     def argnums(self) -> tuple[int, ...]:
@@ -218,10 +228,14 @@ class Step:
 
 
 class _Observer:
-    """Records each loss of a step while the step is traced."""
+    """Records each loss of a step while the step is traced.
 
-    def __init__(self) -> None:
+    With ``marks_inputs``, the step that is traced shows which values are the inputs of each loss.
+    """
+
+    def __init__(self, marks_inputs: bool = False) -> None:
         self.losses: list[Loss] = []
+        self.marks_inputs = marks_inputs
 
     def __call__(self, found: _jax.Differentiated) -> Callable[..., Any]:
         return functools.wraps(found.fun, updated=())(functools.partial(self.run, found))
@@ -249,8 +263,11 @@ class _Observer:
                 wanted=tuple(wanted),
                 names=(*["constant"] * constants, *_names(found, args)),
                 base=base,
+                axes=_jax.mapped_axes(),
             )
         )
+        if self.marks_inputs and self.losses[-1].axes is None:  # else their shapes are local
+            traced, call.arrays = _marked(traced, call.arrays, len(self.losses) - 1)
         with jax.named_scope(mark):
             return loss.result(call.evaluated(traced))
 
@@ -298,6 +315,82 @@ def observe(
         for loss, m in zip(observer.losses, marks, strict=True)
     ]
     return Step(program, tuple(_joined(losses)))
+
+
+def on_mesh(
+    step: Step,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    donate_argnums: int | Sequence[int] = (),
+    *,
+    call: str = "plan",
+) -> Step:
+    """Return a partitioned step whose losses know how it splits their inputs.
+
+    The step is traced once more with a barrier behind the inputs of each loss, and Shardy
+    propagates the shardings of the step to these barriers.
+
+    >>> from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+    >>> mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    >>> x = jax.ShapeDtypeStruct((8, 3), "float32", sharding=NamedSharding(mesh, P("data")))
+    >>> step = lambda w, x: w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+    >>> args = jax.ShapeDtypeStruct((3, 3), "float32"), x
+    >>> (loss,) = on_mesh(observe(step, args), step, args).losses
+    >>> [None if s is None else tuple(s.spec) for s in loss.shardings]
+    [('data', None), None]
+
+    Args:
+        step: the step, as `observe` returns it.
+        fn, args, donate_argnums, call: as for `observe`.
+
+    Raises:
+        UserError: the shardings are unknown, because this jaxlib cannot propagate them.
+    """
+    observer = _Observer(marks_inputs=True)
+    with _jax.catching(observer):
+        program = _traced.trace(fn, args, None, donate_argnums, call=call)
+    found = _sharding.barrier_shardings(program.traced, _INPUTS)
+    if found is None:
+        raise UserError(
+            f"`{call}`: this version of jaxlib does not say how the step splits its values",
+            hint="use the versions of JAX that this package was tested with",
+        )
+    known = {}
+    for i, loss in enumerate(observer.losses):
+        places, shardings = _markable(loss.jaxpr.in_avals), found.get(i, [])
+        split = dict(zip(places, shardings, strict=False))
+        own = tuple(split.get(place) for place in range(len(loss.jaxpr.in_avals)))
+        known.setdefault((loss.name, str(loss.jaxpr)), own)
+    losses = (
+        dataclasses.replace(x, shardings=known.get((x.name, str(x.jaxpr)), ())) for x in step.losses
+    )
+    return dataclasses.replace(step, losses=tuple(losses))
+
+
+_INPUTS = "remat_kit_inputs_"
+
+
+def _marked(
+    traced: _jax.Traced, arrays: Sequence[Any], number: int
+) -> tuple[_jax.Traced, list[Any]]:
+    """Return a trace and its arguments with a barrier behind all values that enter the program."""
+    values = [*traced.consts, *arrays]
+    places = _markable(traced.closed.in_avals)
+    with jax.named_scope(f"{_INPUTS}{number}"):
+        outs = jax.lax.optimization_barrier([values[i] for i in places])
+    for place, out in zip(places, outs, strict=True):
+        values[place] = out
+    constants = len(traced.consts)
+    return dataclasses.replace(traced, consts=tuple(values[:constants])), values[constants:]
+
+
+def _markable(avals: Sequence[Any]) -> list[int]:
+    """Return the places of arrays; keys and references are not split."""
+    return [
+        i
+        for i, aval in enumerate(avals)
+        if not _jax.is_ref(aval) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    ]
 
 
 def _joined(losses: Sequence[Loss]) -> Iterator[Loss]:

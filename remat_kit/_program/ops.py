@@ -70,13 +70,42 @@ def is_fusible(eqn: Any) -> bool:
     name = _jax.name_of(eqn.primitive)
     if name in _HEAVY or name in _program.SCATTERS or reduces(eqn):
         return False
-    if is_kernel(eqn):
+    if is_kernel(eqn) or collective_of(eqn) is not None:
         return False
     if _program.checkpoint_name_of(eqn) is not None:
         return True
     if _jax.hi_primitive(eqn) is not None:
         return False
     return all(is_fusible(e) for b in _program.bodies(eqn) for e in getattr(b.jaxpr, "eqns", ()))
+
+
+_COLLECTIVES = {
+    "psum": "all-reduce",
+    "psum2": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "all_gather_reduced": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+    "ppermute": "collective-permute",
+}
+
+
+def collective_of(eqn: Any) -> tuple[str, tuple[str, ...]] | None:
+    """Return XLA's name of a collective, and the axes of the mesh that it runs over, or None.
+
+    Only the body of a `shard_map` has such equations. The names are those of 0.10.2 and 0.12.
+    """
+    kind = _COLLECTIVES.get(eqn.primitive.name)
+    if kind is None:
+        return None
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+    return kind, tuple(a for a in axes if isinstance(a, str))
 
 
 def is_single_gather(eqn: Any) -> bool:

@@ -44,6 +44,32 @@ def result_shards(
         fn: called with arrays; returns a list of arrays.
         structs: the shapes of the arguments, with their shardings.
     """
+    found = _results(fn, structs)
+    return None if found is None else [shard.shape for shard in found[0]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """What one device has of an array.
+
+    Attributes:
+        shape: its shape on one device.
+        axes: for each dimension, the names of the mesh axes that it is split over. A part of an
+            axis is not named.
+    """
+
+    shape: Shape
+    axes: tuple[tuple[str, ...], ...]
+
+    def without(self, dimensions: int) -> Shard:
+        """Return it without its first dimensions."""
+        return Shard(self.shape[dimensions:], self.axes[dimensions:])
+
+
+def _results(
+    fn: Callable[..., Sequence[Any]], structs: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[list[Shard], dict[str, int]] | None:
+    """Return what one device has of each result, and the axes of the mesh."""
     traced = jax.jit(fn).trace(*structs)
     shapes = [tuple(info.shape) for info in traced.out_info]
     lowered = _lowered(traced)
@@ -58,26 +84,80 @@ def result_shards(
     if texts is None or len(texts) != len(shapes):
         return None
     sizes = _jax.axis_sizes(module)
-    return [_shard(shape, text, sizes) for shape, text in zip(shapes, texts, strict=True)]
+    return [_shard(shape, text, sizes) for shape, text in zip(shapes, texts, strict=True)], sizes
+
+
+def barrier_shardings(
+    traced: Any, scope: str
+) -> dict[int, list[jax.sharding.NamedSharding | None]] | None:
+    """Return the shardings at the barriers of a program, or None if they are unknown.
+
+    Args:
+        traced: a `jax.stages.Traced`. In it, `jax.lax.optimization_barrier` is called in scopes
+            with the name ``scope`` and a number.
+        scope: the beginning of the name.
+
+    Returns:
+        For each number the shardings of the arrays at the first barrier of the forward pass, or an
+        empty list if the program does not split them.
+    """
+    lowered = _lowered(traced)
+    if lowered is None:
+        return None
+    module = lowered.compiler_ir("stablehlo")
+    barriers = _jax.propagated_barrier_shardings(module)
+    if barriers is None:
+        return None
+    mesh = _mesh_of(lowered, _jax.axis_sizes(module))
+    found: dict[int, list[jax.sharding.NamedSharding | None]] = {}
+    for name, texts in barriers:
+        number = re.search(rf"\b{scope}(\d+)\b", name)
+        if number is not None and "transpose(" not in name:
+            found.setdefault(int(number.group(1)), [_named(text, mesh) for text in texts])
+    return found
+
+
+def _mesh_of(lowered: Any, sizes: dict[str, int]) -> Any:
+    """Return the mesh of a lowered program; an abstract one if no argument or result is on it."""
+    parts = _jax.partitioned(lowered)
+    for _, sharding in (*parts.arguments, *parts.results):
+        mesh = getattr(sharding, "mesh", None)
+        if mesh is not None and dict(mesh.shape) == sizes:
+            return mesh
+    kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+
+
+def _named(text: str, mesh: Any) -> jax.sharding.NamedSharding | None:
+    """Return the sharding that Shardy prints, or None if it splits nothing.
+
+    A dimension that is split over a part of an axis counts as whole.
+    """
+    axes = [tuple(name for name, part in parts if not part) for parts in _axes(text)]
+    if not any(axes):
+        return None
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(a or None for a in axes)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The shapes of a flat program's values on one device.
+    """What one device has of the values of a flat program.
 
     Attributes:
         inputs: for each of the program's variables for constants and arguments.
         results: for each equation, those of its results.
-        bodies: for each scan, by the place of its equation, the shapes in one iteration.
+        bodies: for each scan, by the place of its equation, the values in one iteration.
+        axes: the names and sizes of the axes of the mesh.
     """
 
-    inputs: tuple[Shape, ...]
-    results: tuple[tuple[Shape, ...], ...]
+    inputs: tuple[Shard, ...]
+    results: tuple[tuple[Shard, ...], ...]
     bodies: Mapping[int, Shards]
+    axes: tuple[tuple[str, int], ...]
 
 
 def value_shards(program: Program, structs: Sequence[jax.ShapeDtypeStruct]) -> Shards | None:
-    """Return the shapes of all values on one device, or None if the program is not partitioned.
+    """Return what one device has of all values, or None if the program is not partitioned.
 
     Every value becomes a result of the program, those of a scan's body stacked over its iterations,
     and Shardy says how it splits each result.
@@ -94,15 +174,11 @@ def value_shards(program: Program, structs: Sequence[jax.ShapeDtypeStruct]) -> S
         trees.append(tree)
         return leaves
 
-    shapes = result_shards(every, structs)
-    return (
-        None if shapes is None else _shards(jax.tree.unflatten(trees[-1], map(_Shaped, shapes)), 0)
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shaped:
-    shape: Shape
+    found = _results(every, structs)
+    if found is None:
+        return None
+    shards, sizes = found
+    return _shards(jax.tree.unflatten(trees[-1], shards), 0, tuple(sizes.items()))
 
 
 def _every_value(program: Program, args: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
@@ -151,13 +227,14 @@ def _every_value_of_scan(eqn: Any, values: Sequence[Any]) -> tuple[list[Any], An
     return [*carry, *stacked], found
 
 
-def _shards(found: Any, loops: int) -> Shards:
-    """Return the shapes without the dimensions of the loops that a body is in."""
+def _shards(found: Any, loops: int, axes: tuple[tuple[str, int], ...]) -> Shards:
+    """Return the values without the dimensions of the loops that a body is in."""
     inputs, results, bodies = found
     return Shards(
-        tuple(x.shape[loops:] for x in inputs),
-        tuple(tuple(x.shape[loops:] for x in outs) for outs in results),
-        {place: _shards(body, loops + 1) for place, body in bodies.items()},
+        tuple(x.without(loops) for x in inputs),
+        tuple(tuple(x.without(loops) for x in outs) for outs in results),
+        {place: _shards(body, loops + 1, axes) for place, body in bodies.items()},
+        axes,
     )
 
 
@@ -171,20 +248,83 @@ def _lowered(traced: Any) -> Any:
     return None
 
 
-def _shard(shape: Shape, sharding: str, sizes: dict[str, int]) -> Shape:
-    """Return the shape on one device.
+def _shard(shape: Shape, sharding: str, sizes: dict[str, int]) -> Shard:
+    """Return what one device has of an array.
 
     >>> _shard((16, 8), '<@mesh, [{"data", "model"}, {"x":(1)2, ?}]>', {"data": 2, "model": 4})
-    (2, 4)
+    Shard(shape=(2, 4), axes=(('data', 'model'), ()))
     """
-    parts = re.findall(r"\{([^{}]*)\}", sharding)
-    if len(parts) != len(shape):
-        return shape
+    axes = _axes(sharding)
+    if len(axes) != len(shape):
+        return Shard(shape, ((),) * len(shape))
     counts = [
-        math.prod(int(part) if part else sizes.get(name, 1) for name, part in _AXIS.findall(text))
-        for text in parts
+        math.prod(int(part) if part else sizes.get(name, 1) for name, part in parts)
+        for parts in axes
     ]
-    return tuple(-(-n // count) for n, count in zip(shape, counts, strict=True))
+    named = tuple(tuple(name for name, part in parts if not part) for parts in axes)
+    return Shard(tuple(-(-n // count) for n, count in zip(shape, counts, strict=True)), named)
+
+
+# -- products -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitProduct:
+    """How the devices compute a matrix product together.
+
+    Attributes:
+        gathers: for each of the two operands, the axes over which a device gathers it before.
+        sums: the axes over which the devices add their partial products up.
+    """
+
+    gathers: tuple[tuple[str, ...], tuple[str, ...]]
+    sums: tuple[str, ...]
+
+
+def split_product(numbers: Any, left: Shard, right: Shard, out: Shard) -> SplitProduct:
+    """Return how devices compute a matrix product, from the shardings of its values.
+
+    An operand is gathered over an axis that splits a dimension of it and another dimension of the
+    result. The parameters of fully sharded training are: their rows are split over the axis of
+    the batch.
+
+    >>> x, w = Shard((2, 8), (("data",), ())), Shard((2, 6), (("data",), ()))
+    >>> split_product((((1,), (0,)), ((), ())), x, w, Shard((2, 6), (("data",), ())))
+    SplitProduct(gathers=((), ('data',)), sums=())
+    >>> x, w = Shard((8, 2), ((), ("model",))), Shard((2, 6), (("model",), ()))
+    >>> split_product((((1,), (0,)), ((), ())), x, w, Shard((8, 6), ((), ())))
+    SplitProduct(gathers=((), ()), sums=('model',))
+
+    Args:
+        numbers: the ``dimension_numbers`` of the ``dot_general``.
+        left, right, out: the operands and the result.
+    """
+    contracted, batch = numbers
+    used = {axis for names in out.axes for axis in names}
+    sums: dict[str, None] = {}
+    gathers: list[tuple[str, ...]] = []
+    free = len(batch[0])  # the free dimensions of the result, after those of the batch
+    for operand, inner, outer in zip((left, right), contracted, batch, strict=True):
+        found: dict[str, None] = {}
+        for d, names in enumerate(operand.axes):
+            if d in inner:
+                sums.update((a, None) for a in names if a not in used)
+                found.update((a, None) for a in names if a in used)
+                continue
+            place = outer.index(d) if d in outer else free
+            free += d not in outer
+            found.update((a, None) for a in names if a not in out.axes[place])
+        gathers.append(tuple(found))
+    return SplitProduct((gathers[0], gathers[1]), tuple(sums))
+
+
+def _axes(sharding: str) -> list[list[tuple[str, str]]]:
+    """Return for each dimension the axes that it is split over: the name, and the size of a part.
+
+    >>> _axes('<@mesh, [{"data", "model"}, {"x":(1)2, ?}, {}]>')
+    [[('data', ''), ('model', '')], [('x', '2')], []]
+    """
+    return [_AXIS.findall(text) for text in re.findall(r"\{([^{}]*)\}", sharding)]
 
 
 _AXIS = re.compile(r'"([^"]*)"(?::\(\d+\)(\d+))?')

@@ -16,6 +16,7 @@ from remat_kit._chip.target import target
 from remat_kit._planner import build as _build
 from remat_kit._planner import simulate as _simulate
 from remat_kit._policy.schedule import LoopPart, Segment
+from remat_kit._program.losses import observe
 
 
 def attention(ws, x):
@@ -190,3 +191,53 @@ def test_a_partitioned_product_over_an_empty_axis_costs_nothing():
     graph = _build.trace(lambda w, x: jnp.sum(jnp.sin(x @ w)), (struct(0, 16), x), target("cpu"))
     product = next(e for e in graph.equations if e.primitive == "dot_general")
     assert product.flops == 0
+
+
+def test_a_fully_sharded_parameter_is_gathered_for_its_product():
+    """The gathered copy is a residual of the product, and takes time on the links."""
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    rows, copies = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["data"], []))
+
+    def product(place, chip):
+        w = jax.ShapeDtypeStruct((64, 96), jnp.float32, sharding=place)
+        x = jax.ShapeDtypeStruct((4096, 64), jnp.float32, sharding=rows)
+        graph = _build.trace(lambda w, x: jnp.sum(jnp.sin(x @ w)), (w, x), target(chip))
+        return next(e for e in graph.equations if e.primitive == "dot_general")
+
+    split, whole = product(rows, "h100:8"), product(copies, "h100:8")
+    assert split.made_bytes - whole.made_bytes == 4 * 64 * 96
+    assert split.flops == whole.flops == 2 * 512 * 64 * 96
+    assert split.seconds > whole.seconds
+    assert product(rows, "l4:8").seconds > split.seconds
+
+
+def test_the_parts_of_a_product_over_a_split_dimension_are_added_up():
+    mesh = AbstractMesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    place = NamedSharding(mesh, PartitionSpec("model"))
+    w = jax.ShapeDtypeStruct((512, 96), jnp.float32, sharding=place)
+    x = struct(64, 512)
+    graph = _build.trace(lambda w, x: jnp.sum(jnp.sin(x @ w)), (w, x), target("h100:8"))
+    product = next(e for e in graph.equations if e.primitive == "dot_general")
+    assert product.flops == 2 * 64 * 512 * 96 / 8
+    all_reduce = 2 * (4 * 64 * 96) * 7 / 8 / 450e9
+    assert product.seconds > all_reduce
+
+
+def test_a_collective_inside_shard_map_has_a_time():
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    axis = PartitionSpec("data")
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ jax.lax.all_gather(w, "data", axis=0, tiled=True)))
+
+    def step(w, x):
+        return jax.shard_map(
+            jax.grad(loss), mesh=mesh, in_specs=(axis, axis), out_specs=axis, check_vma=False
+        )(w, x)
+
+    (found,) = observe(step, (struct(512, 64), struct(64, 512))).losses
+    graph = _build.of_loss(found, target("h100:8"))
+    gather = next(e for e in graph.equations if e.primitive == "all_gather")
+    assert gather.seconds >= 4 * 512 * 64 * 7 / 8 / 450e9
+    product = next(e for e in graph.equations if e.primitive == "dot_general")
+    assert product.flops == 2 * 8 * 512 * 64

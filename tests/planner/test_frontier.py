@@ -1,6 +1,7 @@
 """The frontier: its points, its objectives, its policies, and what is predicted of programs."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -217,6 +218,20 @@ def parts_of(point):
     """The ranges of iterations that a scan's plan treats in different ways."""
     (plan,) = [plan for s in point.schedule for _, plan in s.loops]
     return plan
+
+
+def test_no_schedule_offloads_more_than_the_host_has():
+    chip = remat_kit.target("tpu-v5e")
+    room = 48 * 2**30
+    assert chip.host_memory_bytes == room
+    args = struct(12, 16384, 16384), struct(65536, 16384)  # products that cost more than a transfer
+    endless = dataclasses.replace(chip, host_memory_bytes=None)
+    free = remat_kit.frontier(scanned, *args, target=endless, offload=True)
+    assert max(p.host_bytes for p in free.points) > room
+    with pytest.warns(remat_kit.RematKitWarning, match="the host has 48 GiB for each device"):
+        found = remat_kit.frontier(scanned, *args, target=chip, offload=True)
+    assert 0 < max(p.host_bytes for p in found.points) <= room
+    assert found.points[-1].extra_work == 0.0
 
 
 @pytest.mark.parametrize("chip", ["v100-32g", "h100"])

@@ -223,6 +223,23 @@ def recomputes_regions_early(platform):
     return Answer(early > len(again) / 4, f"{early} of {len(again)} instructions")
 
 
+def sums_gradients_apart(platform):
+    mesh = jax.sharding.AbstractMesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    copies = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.sin(x @ w)
+        return jnp.sum(x)
+
+    ws = [struct(512, 512).update(sharding=copies)] * 8
+    args = ws, struct(64, 512).update(sharding=rows)
+    memory = compiled(jax.grad(loss), *args, platform=platform).memory
+    figures = f"{memory.temp_bytes / 2**20:.4g} MiB beside {memory.output_bytes / 2**20:.4g}"
+    return Answer(memory.temp_bytes > 0.9 * memory.output_bytes, figures)
+
+
 def makes_zeros_first(platform):
     args = struct(16, 1024, 1024), struct(16, 1024, 1024), struct(256, 1024)
     loss = lambda a, b, x: jnp.sum(scanned(b, scanned(a, x)))  # noqa: E731
