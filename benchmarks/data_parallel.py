@@ -93,7 +93,7 @@ def _block() -> Any:
 
 def loss_of(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
     """Return the mean cross entropy of the network."""
-    logits = Network().apply({"params": params}, images)
+    logits: Any = Network().apply({"params": params}, images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 

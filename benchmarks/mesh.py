@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import math
+import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -78,7 +79,7 @@ def rows(case: Case, sharding: str, target: str) -> Iterator[Row]:
     begun = {"model": case.name, "sharding": sharding, "mesh": mesh, "target": target}
     loss, args = sharded.loss("none")
     predicted = remat_kit.frontier(loss, *args, target=target).plain.predicted_peak_bytes
-    limit = 0
+    limit: Any = None
     for policy in POLICIES[:-1]:
         row = begun | {"policy": policy} | read(*sharded.loss(policy), target)
         if policy == "none":
@@ -172,7 +173,8 @@ def _ending(report: Mapping[str, Any]) -> list[str]:
     lines = ["", about, ""]
     for target, taken in report["taken"].items():
         versions = ", ".join(f"{name} {version}" for name, version in taken["versions"].items())
-        lines.append(f"- {target}: {taken['date']}, {versions}, `{taken['command']}`")
+        commands = " and ".join(f"`{command}`" for command in taken["commands"])
+        lines.append(f"- {target}: {taken['date']}, {versions}, by {commands}")
     return lines
 
 
@@ -188,12 +190,18 @@ def merged(old: Mapping[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]
     def key(row: Row) -> tuple[Any, ...]:
         return tuple(row[name] for name in _KEYS)
 
+    def taken(target: str) -> Row:
+        before, now = (report["taken"].get(target, {"commands": []}) for report in (old, new))
+        return (
+            before | now | {"commands": [*dict.fromkeys((*before["commands"], *now["commands"]))]}
+        )
+
     replaced = {key(row): row for row in new["rows"]}
     kept = [replaced.pop(key(row), row) for row in old["rows"]]
     cases = {case["name"]: case for case in (*old["cases"], *new["cases"])}
     return new | {
         "versions": {**old["versions"], **new["versions"]},
-        "taken": {**old["taken"], **new["taken"]},
+        "taken": {target: taken(target) for target in {**old["taken"], **new["taken"]}},
         "cases": list(cases.values()),
         "rows": [*kept, *replaced.values()],
     }
@@ -202,10 +210,18 @@ def merged(old: Mapping[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]
 def report_of(found: Row, case: Case, given: Sequence[str]) -> dict[str, Any]:
     """Return a report of one row."""
     new = _common.described(__file__, given, [found.get("versions", {})])
-    taken = {found["target"]: dict(new)} if "versions" in found else {}
+    about = {"date": new["date"], "versions": new["versions"], "commands": [new["command"]]}
+    taken = {found["target"]: about} if "versions" in found else {}
     plain = _common.without(found, "versions")
     cases = [{"name": case.name, "size": dict(case.size)}]
     return new | {"taken": taken, "cases": cases, "rows": [plain]}
+
+
+def earlier(path: pathlib.Path | None) -> Any:
+    """Return the report of an earlier run, or None."""
+    if path is None or not path.exists():
+        return None
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -217,8 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sharding", nargs="+", choices=SHARDINGS, default=list(SHARDINGS))
     parser.add_argument("--render", action="store_true", help="write only the table again")
     options = parser.parse_args(given)
-    known = options.json is not None and options.json.exists()
-    report = json.loads(options.json.read_text(encoding="utf-8")) if known else None
+    report = earlier(options.json)
     if options.render:
         if report is None:
             parser.error("--render needs --json PATH of a file that exists")

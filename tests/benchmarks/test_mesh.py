@@ -45,7 +45,8 @@ def test_rows_of_an_earlier_run_stay():
         ("none", "h100:8", 3),
     ]
     assert list(again["taken"]) == ["cpu:8", "h100:8"]
-    assert again["taken"]["h100:8"]["command"].endswith("mesh.py --target h100:8")
+    assert again["taken"]["h100:8"]["commands"] == ["python benchmarks/mesh.py --target h100:8"]
+    assert len(again["taken"]["cpu:8"]["commands"]) == 2
     assert again["taken"]["cpu:8"]["versions"]["jax"] == "cpu:8"
 
 
