@@ -13,7 +13,7 @@ from lint_programs import TOWER, codes, codes_with, f32, fixed, named_tower, onl
 import remat_kit
 from remat_kit import UnknownNameError, inspect
 from remat_kit._inspect.lints.scene import policy_call
-from remat_kit._jax import policy_names
+from remat_kit._jax import JAX_VERSION, policy_names
 from remat_kit._policy.reading import as_policy
 
 # Many of the programs are made to have a policy without an effect, which is a warning too.
@@ -270,6 +270,9 @@ def test_the_fix_of_gathered_parameters_removes_their_second_gathering():
     assert inspect(decorated(call, marked), *args).recomputed_flops == plain.recomputed_flops > 0
 
 
+@pytest.mark.skipif(
+    JAX_VERSION < (0, 11), reason="XLA:CPU of JAX 0.10.2 adds up once, whatever the policy says"
+)
 def test_the_fix_of_a_product_that_is_added_up_again_removes_the_second_sum():
     assert repeated(adding, ADDING) == ([], [])
     found, fixes = repeated(adding, ADDING, policy="nothing", at="layer_*")
