@@ -4,8 +4,10 @@ This is the picture of MindSpore's recomputation tutorial: loss, gradients and a
 72 layers, parameters and optimizer state donated, in bfloat16. The optimizer is GPT-3's: Adam with
 weight decay, the gradients clipped by their global norm (Brown et al. 2020, appendix B), so that
 all of them are there before the update begins. On one chip the layers are narrow, compiled unrolled
-and as a scan; with GPT-3's width of 12,288 they are a scan on a slice of 64 TPUs v5p. Scans are
-planned too, for fractions of what is in memory without a plan.
+and as a scan; with GPT-3's width of 12,288 they are a scan on a slice of 64 TPUs v5p, sharded over
+both axes of a mesh of 8 by 8 (``sharding="fsdp+tp"`` of `models/gpt.py`). Scans are planned too,
+for fractions of the temporaries without a plan.
+
 What is drawn are the bytes alive at each step of the compiled schedule; nothing is run. A scan's
 body stands once in the schedule, so its part is short though it runs 72 times. Compiled answers
 are kept on disk; without them the whole takes about half an hour on two cores.
@@ -13,23 +15,25 @@ are kept on disk; without them the whole takes about half an hour on two cores.
     python benchmarks/gpt3_memory.py --json benchmarks/results/gpt3_memory.json \\
         --png gpt3_memory.png
 
+Rows of the JSON file that are not asked for by ``--form`` and ``--policy`` stay there.
+
 Exit status: 0 when done, 2 for a wrong call or a compiler that is not installed.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import pathlib
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import _common
-import _slice
 import jax
 import optax
 from _common import MIB, POLICIES, Case
-from _slice import Slice
 
 import remat_kit
 from remat_kit._chip.compile import compile_program
@@ -45,6 +49,7 @@ from remat_kit._compiled.peak import (
     running_module,
     running_phases,
 )
+from remat_kit._inspect.reading import Reading
 from remat_kit._show import figures as _figures
 
 LOSS = "loss"
@@ -55,21 +60,22 @@ POINTS = 400  # of a curve in the JSON
 # GPT-3's blocks at full width; the vocabulary is rounded up to a multiple of 128, as in
 # Megatron-LM, so that it can be split.
 _FULL = {"size": "175b", "layers": 72, "vocab": 50304, "batch": 8, "dtype": "bf16", "scan": True}
+_SHARDED = {"mesh": "data=8,model=8", "sharding": "fsdp+tp"}
 _SIZE = {"size": "72l", "batch": 4, "dtype": "bf16"}
 CASES = (
     Case("unrolled", "gpt", _SIZE),
     Case("scan", "gpt", {**_SIZE, "scan": True}),
-    Case("slice", "gpt", _FULL),
+    Case("slice", "gpt", _FULL | _SHARDED),
 )
-SLICE = Slice("v5p:4x4x4", data=8, model=8)
+SLICE = "tpu-v5p:4x4x4"
 _TINY = {"size": "tiny", "layers": 2, "batch": 4, "dtype": "bf16"}
 SMOKE = (
     Case("unrolled", "gpt", _TINY),
     Case("scan", "gpt", {**_TINY, "scan": True}),
-    Case("slice", "gpt", {**_TINY, "scan": True}),
+    Case("slice", "gpt", {**_TINY, "scan": True, **_SHARDED, "mesh": "data=2,model=2"}),
 )
-SMOKE_SLICE = Slice("v5p:2x2x1", data=2, model=2)
-BUDGETS = ("0.3", "0.2", "0.15")  # of the temporaries, or of the activations on a slice
+SMOKE_SLICE = "tpu-v5p:2x2x1"
+BUDGETS = ("0.3", "0.2", "0.15")  # of the temporaries
 
 Row = dict[str, Any]
 
@@ -102,9 +108,7 @@ def row_on_a_chip(case: Case, policy: str, target: str, compiles: int) -> Row:
     step = training_step(loss, adamw())
     compiled = compile_program(step, args, target, argnums=None, donate_argnums=(0, 1))
     memory = compiled.memory
-    row = begun(case, policy, memory.target, loss, (params, *batch))
-    row |= {"fits": memory.fits, "compiler_bytes": memory.peak_bytes}
-    row["versions"] = dict(memory.versions)
+    row = begun(case, policy, memory, remat_kit.inspect(loss, params, *batch))
     if compiled.hlo_text is None:
         return row
     parts = anatomy(
@@ -113,45 +117,19 @@ def row_on_a_chip(case: Case, policy: str, target: str, compiles: int) -> Row:
     return row | taken_apart(parts)
 
 
-def row_on_a_slice(case: Case, policy: str, slice_: Slice) -> Row:
-    """Compile one step for a slice of TPUs and take the memory of one of its chips apart.
-
-    `remat_kit.plan` compiles for one device, so that a plan is a point of the frontier of the whole
-    step, chosen by what it predicts: with everything split over all chips, each has its part.
-    """
-    mesh, budget = slice_.mesh(), budget_of(policy)
-    loss, (params, *batch) = case.loss("none" if budget else policy)
-    loss = _slice.split_between_layers(loss, mesh)
-    predicted = {}
-    if budget or policy == "none":
-        found = remat_kit.frontier(loss, params, *batch, target="tpu-v5p", objective="balanced")
-        point = chosen(found, budget) if budget else found.plain
-        loss = remat_kit.policy(found.policy(point))(loss) if budget else loss
-        predicted = {"predicted_activation_bytes": beside(found, point) // slice_.chips}
-    state = jax.eval_shape(adamw().init, params)
-    args = (*(_slice.split_state(tree, mesh) for tree in (params, state)),)
-    args += tuple(_slice.split_batch(batch, mesh))
-    answer = _slice.compiled(training_step(loss, adamw()), args, mesh)
-    row = begun(case, policy, f"{slice_.chips} × tpu-v5p", loss, (params, *batch)) | predicted
-    row |= {"fits": "hlo" in answer, "compiler_bytes": answer.get("peak_bytes")}
-    row["versions"] = _slice.versions()
-    if "refused" in answer:
-        return row | {"refused": answer["refused"]}
-    parts = anatomy(_hlo.parse(answer["hlo"]), answer["peak_bytes"], platform="tpu")
-    return row | taken_apart(parts)
-
-
-def chosen(found: remat_kit.Frontier, budget: str) -> remat_kit.Point:
-    """Return the point of least work within a fraction of the activations, or of least memory."""
-    if budget == "min":
-        return found.points[0]
-    most = float(budget) * beside(found, found.plain)
-    return min((p for p in found.points if beside(found, p) <= most), key=lambda p: p.extra_work)
-
-
-def beside(found: remat_kit.Frontier, point: remat_kit.Point) -> int:
-    """Return what a point needs beside arguments and results."""
-    return point.predicted_peak_bytes - found.argument_bytes - found.output_bytes
+def row_on_a_slice(case: Case, policy: str, target: str, compiles: int) -> Row:
+    """Compile one step for a slice of TPUs and take the memory of one of its chips apart."""
+    budget = budget_of(policy)
+    loss, args = case.loss("none" if budget else policy)
+    how = {"target": target, "optimizer": adamw()}
+    if budget:
+        plan = remat_kit.plan(loss, *args, budget=budget, compiles=compiles, **how)
+        loss = remat_kit.policy(plan)(loss)
+    report = remat_kit.inspect(loss, *args, **how)
+    row = begun(case, policy, report.memory[target], report)
+    if target not in report.readings:
+        return row
+    return row | taken_apart(report.readings[target])
 
 
 def budget_of(policy: str) -> str:
@@ -163,15 +141,21 @@ def budget_of(policy: str) -> str:
     return policy.removeprefix("plan ") if policy.startswith("plan ") else ""
 
 
-def begun(case: Case, policy: str, target: str, loss: Callable[..., Any], args: Any) -> Row:
-    """Return what is known of a row without compiling."""
-    report = remat_kit.inspect(loss, *args)
-    extra = report.recomputed_flops / report.forward_flops
-    row = {"form": case.name, "size": dict(case.size), "policy": policy, "target": target}
-    return row | {"extra_flops_fraction": extra}
+def begun(case: Case, policy: str, memory: remat_kit.Memory, report: remat_kit.Report) -> Row:
+    """Return what is known of a row without its compiled program."""
+    return {
+        "form": case.name,
+        "size": dict(case.size),
+        "policy": policy,
+        "target": memory.target,
+        "extra_flops_fraction": report.recomputed_flops / report.forward_flops,
+        "fits": memory.fits,
+        "compiler_bytes": memory.peak_bytes,
+        "versions": dict(memory.versions),
+    }
 
 
-def taken_apart(parts: Anatomy) -> Row:
+def taken_apart(parts: Anatomy | Reading) -> Row:
     """Return the curve of a step, its peak in each phase, and what is held at the highest."""
     phases = phases_of(parts)
     base = parts.schedule.base_bytes
@@ -197,7 +181,7 @@ def taken_apart(parts: Anatomy) -> Row:
     }
 
 
-def phases_of(parts: Anatomy) -> list[str]:
+def phases_of(parts: Anatomy | Reading) -> list[str]:
     """Return the phase of each step, the loss and its derivative apart.
 
     That is what runs outside of every module after the logits are made and before the backward
@@ -249,7 +233,33 @@ def rendered(report: Mapping[str, Any]) -> str:
         "forward pass. A phase without a figure has no step of its own: the compiler fused it "
         "with another."
     )
+    for earlier in report.get("earlier", ()):
+        versions = ", ".join(f"{name} {version}" for name, version in earlier["versions"].items())
+        rows = ", ".join(f"{form} `{policy}`" for form, policy in earlier["rows"])
+        about += (
+            f" These rows were taken on {earlier['date']} with {versions}, by "
+            f"`{earlier['command']}`: {rows}."
+        )
     return "\n".join([*lines, *_common.ending(report, about)])
+
+
+def merged(old: Mapping[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
+    """Return a report with the rows of an earlier one that the new one does not replace."""
+
+    def name(row: Row) -> list[str]:
+        return [row["form"], row["policy"]]
+
+    found = {tuple(name(row)): row for row in new["rows"]}
+    kept = [row for row in old["rows"] if tuple(name(row)) not in found] if old else []
+    if not old or not kept:
+        return new
+    rows = [found.pop(tuple(name(row)), row) for row in old["rows"]]
+    names, runs = [name(row) for row in kept], []
+    for run in (*old.get("earlier", ()), {k: old[k] for k in ("command", "date", "versions")}):
+        its = [row for row in names if row in run.get("rows", names)]
+        names = [row for row in names if row not in its]
+        runs += [run | {"rows": its}] if its else []
+    return new | {"earlier": runs, "rows": [*rows, *found.values()]}
 
 
 def _size(row: Row) -> str:
@@ -349,11 +359,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--form", nargs="+", choices=forms, default=forms, help="default: all three", metavar="F"
     )
+    parser.add_argument("--policy", nargs="+", metavar="P", help="as in the table; default: all")
     options = parser.parse_args(given)
     jax.config.update("jax_platforms", "cpu")  # leaves an accelerator that is here alone
     cases = [c for c in (SMOKE if options.smoke else CASES) if c.name in options.form]
     budgets = ("min",) if options.smoke else BUDGETS
     jobs = [(case, policy) for case in cases for policy in policies_of(case, budgets)]
+    jobs = [job for job in jobs if not options.policy or job[1] in options.policy]
+    if not jobs:
+        parser.error(f"--policy {shlex.join(options.policy)}: there is no such row")
     rows = []
     try:
         with _common.progress() as bar:
@@ -361,8 +375,8 @@ def main(argv: list[str] | None = None) -> int:
             for case, policy in jobs:
                 bar.update(job, description=f"{case.name}, {policy}")
                 if case.name == "slice":
-                    chips = SMOKE_SLICE if options.smoke else SLICE
-                    rows.append(row_on_a_slice(case, policy, chips))
+                    target = SMOKE_SLICE if options.smoke else SLICE
+                    rows.append(row_on_a_slice(case, policy, target, 1 if options.smoke else 3))
                 else:
                     compiles = 1 if options.smoke else 5
                     rows.append(row_on_a_chip(case, policy, options.target, compiles))
@@ -372,6 +386,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     report = _common.described(__file__, given, (row["versions"] for row in rows))
     report |= {"target": options.target, "rows": rows}
+    if options.json and options.json.exists():
+        report = merged(json.loads(options.json.read_text(encoding="utf-8")), report)
     table = rendered(report)
     if options.json:
         _common.write(options.json, _common.without(report, "curve"), table, raw=report)

@@ -173,6 +173,64 @@ def _split(x, stream):
     return x if stream is None else jax.lax.with_sharding_constraint(x, stream)
 
 
+# With explicit axes, the type of an array says how it is split, and an operation whose result could
+# be split in several ways is an error. The parameters are gathered before they are used, as XLA
+# does by itself with automatic axes, and a lookup says how its result is split.
+
+
+def _with_explicit_axes(mesh, sharding):
+    if "tp" in sharding:
+        raise ValueError(f"sharding={sharding!r}: must be 'dp' or 'fsdp' with explicit=True")
+    kinds = (jax.sharding.AxisType.Explicit,) * len(mesh.axis_names)
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+
+
+def _is_explicit(stream):
+    return stream is not None and jax.sharding.AxisType.Explicit in stream.mesh.axis_types
+
+
+def _begin(x, stream):
+    return jax.sharding.reshard(x, stream) if _is_explicit(stream) else _split(x, stream)
+
+
+def _whole(parameter, stream):
+    if not _is_explicit(stream):
+        return parameter
+    everywhere = jax.sharding.PartitionSpec()
+    return jax.sharding.reshard(parameter, jax.sharding.NamedSharding(stream.mesh, everywhere))
+
+
+def _dot_general(stream):
+    """Return the ``dot_general`` of a dense layer, or None for that of JAX."""
+    if not _is_explicit(stream):
+        return None
+
+    def dot_general(x, kernel, *args, **kwargs):
+        return jax.lax.dot_general(x, _whole(kernel, stream), *args, **kwargs)
+
+    return dot_general
+
+
+def _lookup(embed, indices, stream, split):
+    """Return rows of an ``nn.Embed``; ``split`` are the mesh axes of the result's dimensions."""
+    if not _is_explicit(stream):
+        return embed(indices)
+    table = _whole(jnp.asarray(embed.embedding, embed.dtype), stream)
+    spec = jax.sharding.PartitionSpec(*split)
+    place = jax.sharding.NamedSharding(stream.mesh, spec)
+    return table.at[indices].get(out_sharding=place)
+
+
+def _cross_entropy(logits, labels, stream):
+    if not _is_explicit(stream):
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    # The lookup of a label's logit has a derivative whose split is ambiguous.
+    is_label = labels[..., None] == jnp.arange(logits.shape[-1])[None, None]
+    return jax.nn.logsumexp(logits, -1) - jnp.where(is_label, logits, 0).sum(-1)
+
+
 def _init(scale=1.0):
     return nn.initializers.normal(0.02 * scale)
 
@@ -189,7 +247,8 @@ class Attention(nn.Module):
         heads = (c.heads, c.width // c.heads)
 
         def project(name):
-            y = nn.DenseGeneral(heads, dtype=dtype, kernel_init=_init(), name=name)(x)
+            kinds = {"dtype": dtype, "dot_general": _dot_general(c.stream)}
+            y = nn.DenseGeneral(heads, kernel_init=_init(), name=name, **kinds)(x)
             return checkpoint_name(y, f"{name}_proj")
 
         query, key, value = project("query"), project("key"), project("value")
@@ -200,7 +259,8 @@ class Attention(nn.Module):
         weights = nn.Dropout(c.dropout, deterministic=not c.dropout, name="dropout")(weights)
         context = checkpoint_name(jnp.einsum("bhqk,bkhd->bqhd", weights, value), "context")
         out_init = _init((2 * c.layers) ** -0.5)
-        out = nn.DenseGeneral(c.width, (-2, -1), dtype=dtype, kernel_init=out_init, name="out")
+        kinds = {"dtype": dtype, "dot_general": _dot_general(c.stream)}
+        out = nn.DenseGeneral(c.width, (-2, -1), kernel_init=out_init, name="out", **kinds)
         return checkpoint_name(out(context), "out_proj")
 
 
@@ -212,11 +272,11 @@ class Feedforward(nn.Module):
     @nn.compact
     def __call__(self, x):
         c = self.config
-        dtype = DTYPES[c.dtype]
-        x = nn.Dense(4 * c.width, dtype=dtype, kernel_init=_init(), name="up")(x)
+        kinds = {"dtype": DTYPES[c.dtype], "dot_general": _dot_general(c.stream)}
+        x = nn.Dense(4 * c.width, kernel_init=_init(), name="up", **kinds)(x)
         x = nn.gelu(checkpoint_name(x, "mlpwi"))
         down_init = _init((2 * c.layers) ** -0.5)
-        x = nn.Dense(c.width, dtype=dtype, kernel_init=down_init, name="down")(x)
+        x = nn.Dense(c.width, kernel_init=down_init, name="down", **kinds)(x)
         return checkpoint_name(x, "mlpwo")
 
 
@@ -230,7 +290,7 @@ class Block(nn.Module):
         c = self.config
         dtype = DTYPES[c.dtype]
         drop = nn.Dropout(c.dropout, deterministic=not c.dropout, name="dropout")
-        x = checkpoint_name(_split(x, c.stream), "decoder_layer_input")
+        x = checkpoint_name(_begin(x, c.stream), "decoder_layer_input")
         y = Attention(c, name="attn")(nn.LayerNorm(dtype=dtype, name="ln_1")(x))
         x = x + checkpoint_name(drop(y), "attn_out")
         y = Feedforward(c, name="mlp")(nn.LayerNorm(dtype=dtype, name="ln_2")(x))
@@ -248,7 +308,8 @@ class GPT(nn.Module):
         dtype = DTYPES[c.dtype]
         embed = nn.Embed(c.vocab, c.width, dtype=dtype, embedding_init=_init(), name="wte")
         positions = nn.Embed(c.seq, c.width, dtype=dtype, embedding_init=_init(), name="wpe")
-        x = embed(tokens) + positions(jnp.arange(tokens.shape[1]))[None]
+        x = _lookup(embed, tokens, c.stream, ("data", None, None))
+        x = x + _lookup(positions, jnp.arange(tokens.shape[1]), c.stream, (None, None))[None]
         x = nn.Dropout(c.dropout, deterministic=not c.dropout, name="dropout")(x)
         if c.scan:
             layers = nn.scan(
@@ -262,9 +323,12 @@ class GPT(nn.Module):
             for i in range(c.layers):
                 x, _ = Block(c, name=f"block_{i}")(x)
         x = nn.LayerNorm(dtype=dtype, name="ln_f")(x)
-        if c.tied:
+        if c.tied and not _is_explicit(c.stream):
             return embed.attend(x)
-        return nn.Dense(c.vocab, False, dtype=dtype, kernel_init=_init(), name="head")(x)
+        if c.tied:
+            return jnp.dot(x, _whole(jnp.asarray(embed.embedding, dtype), c.stream).T)
+        kinds = {"dtype": dtype, "dot_general": _dot_general(c.stream)}
+        return nn.Dense(c.vocab, False, kernel_init=_init(), name="head", **kinds)(x)
 
 
 def config_of(size, **overrides):
@@ -295,6 +359,7 @@ def build(
     scan=False,
     mesh=None,
     sharding=None,
+    explicit=False,
     materialize=False,
     seed=0,
 ):
@@ -322,6 +387,8 @@ def build(
         then have shardings over it, and the batch is split over ``data``.
       sharding: what is split besides: nothing ("dp"), the parameters over ``data`` ("fsdp"), heads
         and hidden units over ``model`` ("tp"), or both ("fsdp+tp").
+      explicit: whether the axes of the mesh are explicit (``jax.sharding.AxisType.Explicit``), so
+        that the shardings of all values are in their types; for "dp" and "fsdp".
       materialize: return seeded arrays in place of ``jax.ShapeDtypeStruct``.
       seed: the seed of those arrays.
 
@@ -331,6 +398,8 @@ def build(
     _positive("batch", batch)
     if sharding is not None and mesh is None:
         raise ValueError(f"sharding={sharding!r}: needs a mesh, as in mesh='data=8,model=8'")
+    if explicit and mesh is None:
+        raise ValueError("explicit=True: needs a mesh, as in mesh='data=8'")
     config = config_of(
         size,
         layers=layers,
@@ -346,20 +415,22 @@ def build(
     if mesh is not None:
         mesh, sharding = _mesh_of(mesh, materialize), sharding or "dp"
         _check_sharding(mesh, sharding)
+        mesh = _with_explicit_axes(mesh, sharding) if explicit else mesh
         stream = _stream(mesh, sharding, batch, config.seq)
         config = dataclasses.replace(config, stream=stream)
     model = GPT(config)
+    initial = GPT(dataclasses.replace(config, stream=None))
 
     def loss_fn(params, tokens, *key):
         rngs = {"dropout": key[0]} if key else {}
         logits = model.apply({"params": params}, tokens[:, :-1], rngs=rngs)
         logits = jnp.asarray(logits, jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        return _cross_entropy(logits, tokens[:, 1:], config.stream).mean()
 
     def make_args():
         init, drawn, step = jax.random.split(jax.random.PRNGKey(seed), 3)
         tokens = jax.random.randint(drawn, (batch, config.seq + 1), 0, config.vocab)
-        params = model.init({"params": init, "dropout": step}, tokens[:, :-1])["params"]
+        params = initial.init({"params": init, "dropout": step}, tokens[:, :-1])["params"]
         return (params, tokens, step)[: 3 if config.dropout else 2]
 
     # Parameters are initialized on one device, where a sharding over several would be refused.

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from remat_kit._errors import CheckError, UserError
 from remat_kit._frameworks import flax as _flax
@@ -205,6 +206,9 @@ def _stepwise(run: Callable[..., Any]) -> Callable[..., Any]:
 def _plain(leaf: Any) -> np.ndarray:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        # Every process compares the whole arrays, so that all of them come to the same answer.
+        leaf = multihost_utils.process_allgather(leaf, tiled=True)
     return np.asarray(leaf)
 
 

@@ -2,14 +2,12 @@
 
 import doctest
 import json
+import math
 
 import _common
-import _slice
 import gpt3_memory
 import jax
-import jax.numpy as jnp
 import mindspore_graphs
-import numpy as np
 import peak_table
 import pytest
 
@@ -159,7 +157,7 @@ def test_gpt3_memory(form, capsys, tmp_path):
         assert row["phase_peaks"][row["phase"]] == row["bytes"]
         assert sum(row["held"].values()) == row["bytes"]
         assert set(row["phase_peaks"]) >= {"forward", "backward", "update"}
-        assert row["target"] == ("4 × tpu-v5p" if form == "slice" else "cpu")
+        assert row["target"] == ("tpu-v5p:2x2x1" if form == "slice" else "cpu")
     plain = rows.pop("none")
     assert plain["extra_flops_fraction"] == 0
     for policy in ("nothing", *planned):
@@ -200,69 +198,38 @@ def test_the_loss_lies_between_forward_and_backward():
 # -- the same on a slice --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def mesh():
-    """One CPU as a mesh of both axes."""
-    return jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
-
-
-def test_every_matrix_of_a_full_layer_is_split_over_the_whole_slice(mesh):
-    case, chips = gpt3_memory.CASES[-1], gpt3_memory.SLICE
+def test_every_matrix_of_a_full_layer_is_split_over_the_whole_slice():
+    case = gpt3_memory.CASES[-1]
     _, (params, tokens) = case.loss("none")
+    chips = remat_kit.target(gpt3_memory.SLICE).devices
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 131_114_459_136
-    assert jax.tree.leaves(params["block_scan"]["mlp"]["up"]["kernel"])[0].shape[1] == 12288
-    state = jax.eval_shape(gpt3_memory.adamw().init, params)
-    sizes = {"data": chips.data, "model": chips.model}
-    for leaf in jax.tree.leaves(_slice.split_state((params, state), mesh)):
-        parts = 1
-        for length, axis in zip(leaf.shape, leaf.sharding.spec):
-            parts *= sizes.get(axis, 1)
-            assert length % sizes.get(axis, 1) == 0
-        matrix = leaf.size > 1e8
-        assert (parts == chips.chips) == matrix, leaf
-    (split,) = _slice.split_batch((tokens,), mesh)
-    assert tokens.shape[0] % chips.data == 0
-    assert split.sharding.spec == jax.sharding.PartitionSpec("data")
+    assert params["block_scan"]["mlp"]["up"]["kernel"].shape[1] == 12288
+    for leaf in jax.tree.leaves(params):
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        is_matrix = leaf.size > 1e8
+        assert (math.prod(leaf.shape) == chips * math.prod(shard)) == is_matrix, leaf
+    assert tokens.sharding.spec == jax.sharding.PartitionSpec("data", None)
+    assert tokens.sharding.shard_shape(tokens.shape)[0] == 1
 
 
-def test_a_step_for_a_slice_has_the_values_of_one_for_a_chip(mesh):
-    loss, shapes = gpt3_memory.SMOKE[-1].loss("none")
-    args = jax.tree.map(
-        lambda s: jnp.linspace(0, 0.1, s.size).reshape(s.shape).astype(s.dtype), shapes
-    )
-    split = _slice.split_between_layers(loss, mesh)
-    assert "sharding_constraint" in str(jax.make_jaxpr(split)(*args))
-    quick = {"xla_backend_optimization_level": 0}
-    one, other = jax.jit(lambda *args: (split(*args), loss(*args)), compiler_options=quick)(*args)
-    assert one == other
+def test_rows_of_an_earlier_run_stay():
+    def run(*names, number):
+        rows = [{"form": form, "policy": policy, "number": number} for form, policy in names]
+        return {"command": f"run {number}", "date": "today", "versions": {}, "rows": rows}
 
-
-def test_a_step_for_a_slice_is_compiled_once(mesh, monkeypatch):
-    params, batch = {"up": {"kernel": jax.ShapeDtypeStruct((2, 8, 8), "float32")}}, (2, 8)
-    args = (_slice.split_state(params, mesh), _slice.split_state({}, mesh))
-    args += (_slice.split_batch(jax.ShapeDtypeStruct(batch, "float32"), mesh),)
-
-    def step(params, state, x):
-        new = jax.tree.map(lambda w: w * 2.0, params)
-        return new, state, sum(jnp.sum(jnp.tanh(x @ w)) for w in params["up"]["kernel"])
-
-    first = _slice.compiled(step, args, mesh)
-    assert first["peak_bytes"] >= 2 * 8 * 8 * 4
-    assert parse(first["hlo"])
-    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
-    assert _slice.compiled(step, args, mesh) == first
-
-
-def test_a_plan_for_a_slice_is_a_point_of_the_frontier():
-    loss, args = gpt3_memory.Case(
-        "MLP", "residual_mlp", {"batch": 512, "width": 8, "layers": 2}
-    ).loss("none")
-    found = remat_kit.frontier(loss, *args)
-    fixed = found.argument_bytes + found.output_bytes
-    point = gpt3_memory.chosen(found, "0.5")
-    half = 0.5 * (found.plain.predicted_peak_bytes - fixed)
-    assert point.predicted_peak_bytes - fixed <= half
-    cheaper = [p for p in found.points if p.extra_work < point.extra_work]
-    assert cheaper
-    assert all(p.predicted_peak_bytes - fixed > half for p in cheaper)
-    assert gpt3_memory.chosen(found, "min") == found.points[0]
+    plain, again, scan = ("slice", "none"), ("slice", "dots"), ("scan", "none")
+    first = gpt3_memory.merged(None, run(plain, again, scan, number=1))
+    second = gpt3_memory.merged(first, run(again, number=2))
+    third = gpt3_memory.merged(second, run(scan, number=3))
+    assert [(r["form"], r["policy"], r["number"]) for r in third["rows"]] == [
+        (*plain, 1),
+        (*again, 2),
+        (*scan, 3),
+    ]
+    assert [(run["command"], run["rows"]) for run in third["earlier"]] == [
+        ("run 1", [list(plain)]),
+        ("run 2", [list(again)]),
+    ]
+    assert "earlier" not in gpt3_memory.merged(third, run(plain, again, scan, number=4))
+    with pytest.raises(SystemExit, match="2"):
+        gpt3_memory.main(["--smoke", "--policy", "plan 7"])

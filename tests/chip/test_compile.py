@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from remat_kit._errors import (
     CompileError,
     RematKitWarning,
 )
+from remat_kit._program import traced as _traced
 
 PLATFORMS = ["cpu", "tpu-v5e", "h100"]
 # What another process needs to import this file: the package and `shapes`.
@@ -348,6 +350,15 @@ def test_local_runs_a_program_that_donates():
     assert memory.alias_bytes == weights.nbytes
     assert memory.step_seconds > 0
     assert not weights.is_deleted()
+
+
+@pytest.mark.parametrize("hours", [0, 1])
+def test_processes_run_a_program_equally_often_whatever_their_clocks_say(monkeypatch, hours):
+    runs, clock = [], itertools.count(step=3600 * hours)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(_compile.time, "perf_counter", lambda: float(next(clock)))
+    _compile._timed_runs(lambda *args: runs.append(args), _traced.trace(loss, ARGS))
+    assert len(runs) == 4
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ import math
 import pathlib
 import sys
 
+import explicit_gpt
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from other_process import printed_by
 from zoo import ROOT, equations, load
 
 MODELS = pathlib.Path(__file__).parents[2] / "models"
@@ -465,11 +467,29 @@ def test_experts_are_split_over_their_axis():
         ({"mesh": "data=2", "sharding": "tp"}, "the axis 'model'"),
         ({"mesh": "data=2", "sharding": "zero"}, "sharding="),
         ({"sharding": "dp"}, "needs a mesh"),
+        ({"explicit": True}, "needs a mesh"),
+        ({"mesh": "data=2,model=2", "sharding": "tp", "explicit": True}, "'dp' or 'fsdp'"),
     ],
 )
 def test_wrong_meshes_and_shardings_are_named(given, said):
     with pytest.raises(ValueError, match=said):
         load("gpt").build(size="tiny", **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", explicit_gpt.NAMES)
+def test_explicit_axes_change_no_value(name):
+    """The loss and the gradients are those of automatic axes, with a policy and without."""
+    found = printed_by(explicit_gpt.__file__)[name]
+    plain = found["automatic"]
+    for which in ("explicit", "explicit, nothing"):
+        assert found[which]["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+        assert found[which]["apart"] < 1e-6
+        assert found[which]["gradients are split as the parameters"]
+    assert found["explicit, nothing"]["peak"] < found["explicit"]["peak"]
+    assert found["explicit, nothing"]["recomputed"] > 0 == found["explicit"]["recomputed"]
+    gathers = found["explicit"]["gathers"]
+    assert (gathers > 0) == ("fsdp" in name)
 
 
 @pytest.mark.parametrize("name", ["gpt_nnx", "llama_nnx", "bert", "moe"])

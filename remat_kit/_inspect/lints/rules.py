@@ -129,16 +129,12 @@ def _kept_product(scene: Scene, module: str) -> str:
 
 
 def _instead_of_gathering(scene: Scene) -> str:
-    """Return the policy that saves a gathered array, and the line that gives it a name if needed.
+    """Return the line that names a gathered array, and the policy that saves it.
 
-    XLA gathers an array where a constraint asks for it. Its result can then be saved.
+    XLA gathers an array where a constraint asks for it, so that the whole array has a name.
     """
-    if any(op.primitive == "sharding_constraint" for op in scene.gradient.ops()):
-        return _also(scene, _selectors.primitive("sharding_constraint"))
-    line = (
-        "w = remat_kit.name(jax.lax.with_sharding_constraint(w, jax.sharding.PartitionSpec()), "
-        "'gathered')"
-    )
+    place = "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())"
+    line = f"w = remat_kit.name(jax.lax.with_sharding_constraint(w, {place}), 'gathered')"
     return f"{line}  # with {_also(scene, _selectors.named('gathered'))}"
 
 

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from lint_programs import TOWER, codes, codes_with, f32, fixed, named_tower, only, tower
 
 import remat_kit
 from remat_kit import UnknownNameError, inspect
 from remat_kit._inspect.lints.scene import policy_call
-from remat_kit._jax import policy_names
+from remat_kit._jax import JAX_VERSION, policy_names
 from remat_kit._policy.reading import as_policy
 
 # Many of the programs are made to have a policy without an effect, which is a warning too.
@@ -202,3 +202,79 @@ def test_a_kernel_whose_results_are_used_inside_of_a_custom_rule():
     report = inspect(fixed(lint, loss), *args)
     assert "pallas_call" not in {r.primitive for r in report.recomputed}
     assert report.saved_bytes < 3 * 8 * 16 * 4 + 16 * 16 * 4
+
+
+# -- collectives of partitioned programs -----------------------------------------------------------
+
+MESH = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def on_mesh(*dims, split):
+    return jax.ShapeDtypeStruct(
+        dims, jnp.float32, sharding=NamedSharding(MESH, PartitionSpec(*split))
+    )
+
+
+def gathering(line):
+    """Return a loss whose layers read parameters that are split over the devices of the batch.
+
+    Args:
+        line: a line of Python at the beginning of each layer, which may change its ``w``.
+    """
+
+    def loss(weights, x):
+        for i, w in enumerate(weights):
+            with jax.named_scope(f"layer_{i}"):
+                scope = {"w": w, "mesh": MESH, "jax": jax, "remat_kit": remat_kit}
+                exec(line, scope)
+                x = x + jnp.tanh(jnp.sin(x @ scope["w"]) @ scope["w"].T)
+        return jnp.mean(x**2)
+
+    split = ("data", None)
+    return loss, ([on_mesh(64, 128, split=split)] * 3, on_mesh(512, 64, split=split))
+
+
+def adding(weights, x):
+    """A loss whose first product in each layer has a split dimension that is added up."""
+    for i, w in enumerate(weights):
+        with jax.named_scope(f"layer_{i}"):
+            x = x + jnp.sin(jnp.tanh(x @ w) @ w.T)
+    return jnp.mean(x**2)
+
+
+ADDING = ([on_mesh(64, 128, split=(None, "data"))] * 3, on_mesh(512, 64, split=()))
+
+
+def repeated(fn, args, **how):
+    """Return the repeated collectives of a partitioned loss, and the fixes of the lints."""
+    report = inspect(fn, *args, target="cpu", **how)
+    found = [c for c in report.readings["cpu:4"].collectives if c.repeated]
+    return found, [lint.fix for lint in report.lints if lint.code == "collective-repeated"]
+
+
+def decorated(fix, fn):
+    """Return a function with the policy of a fix."""
+    return eval(fix, {"remat_kit": remat_kit})(fn)
+
+
+def test_the_fix_of_gathered_parameters_removes_their_second_gathering():
+    loss, args = gathering("")
+    assert repeated(loss, args) == ([], [])
+    found, fixes = repeated(loss, args, policy="nothing", at="layer_*")
+    assert {c.kind for c in found} == {"all-gather"}
+    line, _, call = fixes[0].partition("  # with ")
+    marked, _ = gathering(line)
+    assert repeated(decorated(call, marked), args) == ([], [])
+    # The gathered parameters alone are saved: the activations are still recomputed.
+    plain = inspect(loss, *args, policy="nothing", at="layer_*")
+    assert inspect(decorated(call, marked), *args).recomputed_flops == plain.recomputed_flops > 0
+
+
+@pytest.mark.skipif(
+    JAX_VERSION < (0, 11), reason="XLA:CPU of JAX 0.10.2 adds up once, whatever the policy says"
+)
+def test_the_fix_of_a_product_that_is_added_up_again_removes_the_second_sum():
+    assert repeated(adding, ADDING) == ([], [])
+    found, fixes = repeated(adding, ADDING, policy="nothing", at="layer_*")
+    assert {c.kind for c in found} == {"all-reduce"}
+    assert repeated(decorated(fixes[0], adding), ADDING) == ([], [])
