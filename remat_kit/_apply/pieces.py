@@ -73,7 +73,7 @@ def run(program: Program, policy: Pieces, args: Sequence[Any], *, call: str) -> 
 
     with jax.named_scope("/".join(prefix)) if prefix else contextlib.nullcontext():
         plain(found.before)
-        loop = _PieceLoop(found, -(-found.n // min(policy.n, found.n)))
+        loop = PieceLoop(found, -(-found.n // min(policy.n, found.n)))
         outs = loop([env[v] for v, _ in loop.inputs])
         env.update(zip((v for v, _ in found.outputs), outs, strict=True))
         plain(found.after)
@@ -155,8 +155,8 @@ def _described(program: Program, value: Any) -> str:
 # -- the loop -------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _PieceLoop:
+@dataclasses.dataclass(frozen=True, eq=False)
+class PieceLoop:
     """A loop over pieces of ``size`` entries; the last piece may be smaller.
 
     Its inputs are the values that each piece reads as a whole, then those that are cut. A value

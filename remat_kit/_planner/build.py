@@ -31,7 +31,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.extend.core as jec
@@ -147,8 +147,68 @@ def _build(
     chip: Chip,
     stacked: bool = False,
     shards: Shards | None = None,
+    parts: Parts | None = None,
 ) -> CostGraph:
-    return _Builder(program, chip, stacked, shards).graph(active_in, wanted)
+    return _Builder(program, chip, stacked, shards, parts).graph(active_in, wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class PieceCost:
+    """The cost of a loop over pieces of a segment.
+
+    Attributes:
+        forward_bytes: bytes that one piece of the forward pass needs.
+        backward_bytes: bytes that one piece of the derivative needs.
+        flops: floating-point operations of the forward pass of all pieces.
+        seconds: roofline time of these.
+        backward_flops: floating-point operations of the derivative of all pieces, without those
+            that it recomputes.
+        backward_seconds: roofline time of these, and of adding up the gradients of all pieces.
+    """
+
+    forward_bytes: int
+    backward_bytes: int
+    flops: float
+    seconds: float
+    backward_flops: float
+    backward_seconds: float
+
+
+class Parts(Protocol):
+    """What the graph of a divided program asks about its segments in pieces."""
+
+    def cost(self, equation: int, active: Sequence[bool]) -> PieceCost | None:
+        """Return the cost of the loop that an equation is, or None if it is another operation.
+
+        ``active`` says by which inputs it is differentiated.
+        """
+        ...
+
+    def body(self, equation: int) -> Parts | None:
+        """Return the same for the body of a scan."""
+        ...
+
+
+def graph_of(
+    program: Program,
+    active: Sequence[bool],
+    wanted: Sequence[bool],
+    chip: Chip,
+    parts: Parts | None = None,
+    *,
+    stacked: bool = False,
+) -> CostGraph:
+    """Return the cost graph of a flat program.
+
+    Args:
+        program: the program.
+        active: for each input, whether the program is differentiated by it.
+        wanted: for each output, whether it is differentiated.
+        chip: as for `trace`.
+        parts: the segments that run in pieces.
+        stacked: whether the program is the body of a scan.
+    """
+    return _build(program, active, wanted, chip, stacked, parts=parts)
 
 
 class _Builder:
@@ -157,8 +217,16 @@ class _Builder:
     If the program is partitioned, all bytes and FLOPs are those of one device.
     """
 
-    def __init__(self, program: Program, chip: Chip, stacked: bool, shards: Shards | None):
+    def __init__(
+        self,
+        program: Program,
+        chip: Chip,
+        stacked: bool,
+        shards: Shards | None,
+        parts: Parts | None,
+    ):
         self.program = program
+        self.parts = parts
         self.chip = chip
         self.backend = Backend(chip.platform)
         self.stacked = stacked
@@ -387,7 +455,7 @@ class _Builder:
         )
         places = round(self.share(eqn) * self.backend.extra_residual_bytes(eqn)) if rule else 0
         made = rule.made_bytes if rule and self.backend.stores_made(eqn) else 0
-        return Equation(
+        found = Equation(
             index=i,
             primitive=_program.primitive_name(eqn),
             module="/".join(self.program.path(eqn)),
@@ -405,6 +473,39 @@ class _Builder:
             rounds=self.backend.rounds(eqn),
             loop=loop,
             unknown=tuple(e.primitive.name for e in _ops.unknown_costs(eqn)),
+        )
+        active = rule.mask if rule else (False,) * len(eqn.invars)
+        cost = self.parts.cost(i, active) if self.parts is not None else None
+        return found if cost is None else self.in_pieces(found, eqn, active, cost, tensors)
+
+    def in_pieces(
+        self,
+        e: Equation,
+        eqn: Any,
+        active: Sequence[bool],
+        cost: PieceCost,
+        tensors: Sequence[Tensor],
+    ) -> Equation:
+        """Return a loop over pieces with its cost."""
+        differentiated = any(active)
+        # If a later operation reads an input as well, its derivative has made a cotangent before.
+        # Then the one that the loop adds up is another array.
+        second = 0
+        for v, is_active in zip(eqn.invars, active, strict=True):
+            tensor = tensors[self.index[v]]
+            later = bool(tensor.users) and tensor.users[-1] > e.index
+            if is_active and (later or tensor.producer < 0 and len(tensor.users) > 1):
+                second += _ops.nbytes(self.aval(v))
+        return dataclasses.replace(
+            e,
+            flops=cost.flops,
+            seconds=cost.seconds,
+            backward_flops=cost.backward_flops if differentiated else 0.0,
+            backward_seconds=cost.seconds + cost.backward_seconds if differentiated else 0.0,
+            working_bytes=cost.backward_bytes + second if differentiated else 0,
+            transient_bytes=cost.forward_bytes,
+            again_flops=cost.flops if differentiated else 0.0,
+            again_seconds=cost.seconds if differentiated else 0.0,
         )
 
     def work(
@@ -452,14 +553,17 @@ class _Builder:
         program = flat_program(eqn.params["jaxpr"], self.program.path(eqn))
         flags = [False] * len(program.consts) + (list(active) or [False] * len(eqn.invars))
         wanted = [bool(active)] * len(program.outvars)
-        return _build(program, flags, wanted, self.chip, True, self.shards_of(eqn))
+        parts = self.parts and self.parts.body(self.place(eqn))
+        return _build(program, flags, wanted, self.chip, True, self.shards_of(eqn), parts)
+
+    def place(self, eqn: Any) -> int:
+        return next(i for i, e in enumerate(self.program.eqns) if e is eqn)
 
     def shards_of(self, eqn: Any) -> Shards | None:
         """Return the shapes on one device in the body of a scan of this program."""
         if self.shards is None:
             return None
-        place = next(i for i, e in enumerate(self.program.eqns) if e is eqn)
-        return self.shards.bodies[place]
+        return self.shards.bodies[self.place(eqn)]
 
     def branches(self, eqn: Any, mask: Sequence[bool]) -> list[CostGraph]:
         """Return the graphs of a conditional's branches; the most expensive one sets its cost."""

@@ -254,13 +254,14 @@ def plans(
     argnums: Argnums = 0,
     objective: str = "balanced",
     offload: bool = False,
+    pieces: bool = False,
     compiles: int = 5,
     progress: Tick | None = None,
 ) -> tuple[Plan | UserError, ...]:
     """Return the plans for several budgets, which share the compiled programs.
 
     Args:
-        fn, args, target, argnums, objective, offload, progress: as for `plan`.
+        fn, args, target, argnums, objective, offload, pieces, progress: as for `plan`.
         budgets: budgets as for `plan`. If nothing fits a budget, the error takes the plan's place.
         compiles: maximum number of programs to compile for each budget.
     """
@@ -271,7 +272,9 @@ def plans(
     wanted = [parsed_budget(budget) for budget in budgets]
     chip = for_arguments(target, _flax.arrays_of(args), "plans")
     tick = progress or silent
-    front, argnums = frontier_for(fn, args, chip, argnums, objective, None, offload, tick, "plans")
+    front, argnums = frontier_for(
+        fn, args, chip, argnums, objective, None, offload, tick, "plans", pieces
+    )
     search = Search(fn, args, argnums, chip, front, compiles, tick)
 
     def predicted(budget: str | int | float) -> dict[int, int]:
@@ -301,6 +304,7 @@ def plan(
     objective: str = "balanced",
     optimizer: Any = None,
     offload: bool = False,
+    pieces: bool = False,
     compiles: int = 5,
     progress: Tick | None = None,
 ) -> Plan:
@@ -340,6 +344,7 @@ def plan(
         offload: whether the iterations of scans may offload their saved arrays, as for `frontier`.
             XLA has returned wrong gradients with such offloads on GPUs (openxla/xla#46231), so
             compare a step's gradients before you train.
+        pieces: whether segments may run in pieces of an axis, as for `frontier`.
         compiles: maximum number of programs to compile beside the one without a plan. If none of
             them fits, three more are compiled, those with the lowest predicted peaks.
         progress: called with a description of the current work. Ctrl-C ends the search with the
@@ -361,7 +366,7 @@ def plan(
     check_reachable(wanted, args, argnums, optimizer)
     tick = progress or silent
     front, argnums = frontier_for(
-        fn, args, chip, argnums, objective, optimizer, offload, tick, "plan"
+        fn, args, chip, argnums, objective, optimizer, offload, tick, "plan", pieces
     )
     search = Search(fn, args, argnums, chip, front, compiles, tick, optimizer)
     return answered(search, search.run(wanted))
@@ -399,7 +404,7 @@ def answered(search: Search, answer: Answer) -> Plan:
     modules = tuple(
         m
         for f, p in parts
-        for m in _beside(_by_module(f.graph, p.schedule), _by_module(f.graph, f.plain.schedule))
+        for m in _beside(_by_module(f.graph_of(p), p.schedule), _by_module(f.graph, f.plain.schedule))
     )
     if names := dict.fromkeys(name for m in modules for name in m.unknown):
         again = any(m.unknown_again for m in modules)

@@ -416,8 +416,9 @@ class Search:
         size = self.measured(least) or 0
         point = self.points[least]
         start, stop = point.cost.peak_segment
-        holding = "; ".join(held_arrays(self.frontier.graph, start, stop))
-        place = self.frontier.graph.equations[min(start, self.frontier.equations - 1)].module
+        graph = self.frontier.graph_of(point)
+        holding = "; ".join(held_arrays(graph, start, stop))
+        place = graph.equations[min(start, len(graph.equations) - 1)].module
         given, reached = format_apart(limit, size)
         return UserError(
             f"`plan(..., budget={given!r})`: no schedule that was compiled fits. The least memory "

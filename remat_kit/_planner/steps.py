@@ -63,6 +63,7 @@ def frontier_for(
     offload: bool,
     tick: Tick,
     call: str,
+    pieces: bool = False,
 ) -> tuple[Frontier, Argnums]:
     """Return the frontier of a loss or a step, and the positions of the parameters of a loss.
 
@@ -74,10 +75,10 @@ def frontier_for(
         check_options(objective, offload, chip, call)
         tick("tracing the loss")
         graph, around = _graph_of_loss(fn, args, chip, argnums, optimizer, call)
-        front = frontier_of(graph, around, chip, objective, offload, tick, begun, call)
+        front = frontier_of(graph, around, chip, objective, offload, tick, begun, call, pieces)
         return front, argnums
     _check_on_one_device(args, call)
-    return frontier_of_step(step, fn, args, chip, objective, offload, tick, call), None
+    return frontier_of_step(step, fn, args, chip, objective, offload, tick, call, pieces), None
 
 
 def graphs_for(
@@ -143,13 +144,14 @@ def frontier_of_step(
     offload: bool,
     tick: Tick,
     call: str,
+    pieces: bool = False,
 ) -> Frontier:
     """Return the frontier of a step; the step is compiled once, without a plan.
 
     Args:
         step: the step with its losses.
         fn, args: the step as its user runs it, and its arguments.
-        chip, objective, offload, tick, call: as for `frontier_for`.
+        chip, objective, offload, tick, call, pieces: as for `frontier_for`.
 
     Raises:
         UserError: the step differentiates nothing.
@@ -171,6 +173,7 @@ def frontier_of_step(
             tick,
             begun,
             call,
+            pieces,
         )
         for loss, graph in zip(step.losses, graphs, strict=True)
     ]
