@@ -105,6 +105,8 @@ class _Dividing:
                 eqn = program.eqns[i]
                 if i in scans:
                     body = flat_program(eqn.params["jaxpr"])
+                    if body.consts:
+                        raise self.fault(scans[i][0], "the body of the scan has constants")
                     bodies[len(eqns)] = found = self.divided(body, tuple(scans[i]))
                     eqn = _with_body(eqn, found.program)
                 eqns.append(eqn)
@@ -122,6 +124,12 @@ class _Dividing:
         found = dataclasses.replace(program, eqns=tuple(eqns))
         return Divided(found, loops, bodies, program, divisions)
 
+    def fault(self, division: Division, reason: str) -> PolicyError:
+        return PolicyError(
+            f"`{self.call}`: {text_of(division)}: the segment cannot run in pieces: {reason}",
+            hint="plan again; a plan holds for one model and one version of remat_kit",
+        )
+
     def loop(self, program: Program, division: Division) -> tuple[Split, PieceLoop, Any]:
         """Return the split of a segment, its loop, and the equation that runs the loop."""
         d = division
@@ -132,10 +140,7 @@ class _Dividing:
         if known is None:
             split = split_of(part, place, d.axis)
             if isinstance(split, Blocked):
-                raise PolicyError(
-                    f"`{self.call}`: {text_of(d)}: the segment cannot run in these pieces: {split}",
-                    hint="plan again; a plan holds for one model and one version of remat_kit",
-                )
+                raise self.fault(d, str(split))
             loop = PieceLoop(split, -(-split.n // min(d.pieces, split.n)))
             known = self.known[key] = part, loop, _equation(loop)
         first, loop, eqn = known
@@ -163,5 +168,6 @@ def _equation(loop: PieceLoop) -> Any:
 
 
 def _with_body(eqn: Any, body: Program) -> Any:
-    """Return a scan with another body."""
-    raise NotImplementedError
+    """Return a scan with another body, which reads no constants."""
+    jaxpr = jec.ClosedJaxpr(_jax.jaxpr_of(body.invars, body.outvars, body.eqns), ())
+    return eqn.replace(params=dict(eqn.params, jaxpr=jaxpr))

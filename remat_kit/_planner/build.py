@@ -494,7 +494,7 @@ class _Builder:
         for v, is_active in zip(eqn.invars, active, strict=True):
             tensor = tensors[self.index[v]]
             later = bool(tensor.users) and tensor.users[-1] > e.index
-            if is_active and (later or tensor.producer < 0 and len(tensor.users) > 1):
+            if is_active and (later or (tensor.producer < 0 and len(tensor.users) > 1)):
                 second += _ops.nbytes(self.aval(v))
         return dataclasses.replace(
             e,

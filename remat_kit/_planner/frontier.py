@@ -383,9 +383,7 @@ def frontier_of(
     every, leaner = points(_proposals.pareto(found, worth)), points(_proposals.leaner(found, worth))
     if pieces:
         with collection_put_off():
-            every, leaner = _with_pieces(
-                graph, every, leaner, chip, around, worth, bandwidth, tick
-            )
+            every, leaner = _with_pieces(graph, every, leaner, chip, around, worth, bandwidth, tick)
     return Frontier(
         points=every,
         target=chip.name,
@@ -416,19 +414,15 @@ def _with_pieces(
     tick: Tick,
 ) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
     """Return points and leaner points, with those of the program with segments in pieces."""
-    without, found = points, list(points)
+    found = list(points)
     for variant in _pieces.explored(graph, chip, worth, host_bandwidth, tick):
-        bounds = _bounds.bounds(variant.graph)
-
-        def point(candidate: _proposals.Candidate, bounds: _bounds.Bounds = bounds) -> Point:
-            own = _point(variant.graph, candidate.schedule, candidate.cost, bounds, worth, around)
-            return _priced(own, variant, graph, worth, around.times)
-
-        some = map(point, _proposals.pareto(variant.candidates, worth))
-        found += [p for p in some if _is_improvement(p, without)]
+        priced = functools.partial(_priced, variant, graph, _bounds.bounds(variant.graph))
+        some = [priced(c, worth, around) for c in _proposals.pareto(variant.candidates, worth)]
+        found += [p for p in some if _is_improvement(p, points)]
         least = min(found, key=lambda p: p.predicted_peak_bytes)
         if least.graph is variant.graph:
-            leaner = tuple(map(point, _proposals.leaner(variant.candidates, worth)))
+            few = _proposals.leaner(variant.candidates, worth)
+            leaner = tuple(priced(c, worth, around) for c in few)
     kept: list[Point] = []
     for p in sorted(found, key=lambda p: (p.predicted_peak_bytes, p.extra_work)):
         if not kept or p.extra_work < kept[-1].extra_work * (1 - 1e-6):
@@ -437,9 +431,16 @@ def _with_pieces(
 
 
 def _priced(
-    point: Point, variant: _pieces.Variant, graph: CostGraph, worth: _mincut.Worth, times: float
+    variant: _pieces.Variant,
+    graph: CostGraph,
+    bounds: _bounds.Bounds,
+    candidate: _proposals.Candidate,
+    worth: _mincut.Worth,
+    around: Surroundings,
 ) -> Point:
-    """Add to a point what the pieces themselves cost, whatever the schedule."""
+    """Return a point of a divided program, with what the pieces cost under every schedule."""
+    times = around.times
+    point = _point(variant.graph, candidate.schedule, candidate.cost, bounds, worth, around)
     flops, seconds = (times * x for x in variant.extra(graph))
     return dataclasses.replace(
         point,

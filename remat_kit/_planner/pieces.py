@@ -15,8 +15,8 @@ then planned like any other program (module `divided`):
    they read them k times.
 
 Example: GPT-2 with 12 layers and a batch of 8 has logits of 1570 MiB, scores of 384 MiB in each
-block and hidden layers of 96 MiB. The first variant has the loss head in pieces, the second also the
-twelve attentions, the third also the twelve MLPs.
+block and hidden layers of 96 MiB. The first variant has the loss head in pieces, the second the
+twelve attentions as well, and the third also the twelve MLPs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from remat_kit._apply.region import relative
 from remat_kit._backend.interface import Chip
 from remat_kit._planner import divided as _divided
 from remat_kit._planner.build import PieceCost
-from remat_kit._planner.graph import CostGraph
+from remat_kit._planner.graph import CostGraph, Tensor
 from remat_kit._planner.mincut import Worth
 from remat_kit._planner.proposals import Candidate, proposed
 from remat_kit._policy.divisions import Division
@@ -140,11 +140,10 @@ def explored(
     """
     least, useless = math.inf, 0
     for variant in variants(graph, chip):
-        shared = len({(d.stop - d.start, d.pieces) for d in variant.divided.divisions})
+        divisions = variant.divided.divisions if variant.divided else ()
+        shared = len({(d.stop - d.start, d.pieces) for d in divisions})
         tick(f"planning with {shared} kinds of segments in pieces")
-        found = proposed(
-            variant, levels=8, slots=120, host_bandwidth=host_bandwidth, worth=worth
-        )
+        found = proposed(variant, levels=8, slots=120, host_bandwidth=host_bandwidth, worth=worth)
         yield Variant(variant, found)
         peak = min(c.cost.peak_bytes for c in found)
         useless = useless + 1 if peak > _PROGRESS * least else 0
@@ -161,79 +160,91 @@ def variants(graph: CostGraph, chip: Chip, most: int = 10) -> Iterator[CostGraph
         chip: the chip of the graph.
         most: maximum number of variants.
     """
-    search = _Search(graph, chip)
+    searches = list(_searches(graph, chip))
+    smallest = _SMALLEST * max(s.largest_working_set() for s in searches)
     seen = set[tuple[Division, ...]]()
-    for options in search.levels():
+    while (largest := max(s.largest_left() for s in searches)) > smallest:
+        for search in searches:
+            search.grow(_ALIKE * largest)
         for share in (2, 1):
-            target = share * search.largest_working_set(options)
-            found = tuple(o.fitting(target).division for o in options)
-            if found not in seen and len(seen) < most:
+            target = share * max(s.largest_working_set() for s in searches)
+            found = tuple(d for s in searches for d in s.divisions(target))
+            if found and found not in seen and len(seen) < most:
                 seen.add(found)
                 yield _divided.graph_of(graph, divided(graph.program, found, "frontier"), chip)
 
 
-class _Search:
-    """The search for segments of one program."""
+def _searches(graph: CostGraph, chip: Chip, loop: tuple[int, ...] = ()) -> Iterator[_Search]:
+    """Yield the search in a program, and those in the bodies of its scans."""
+    yield _Search(graph, chip, loop)
+    for e in graph.equations:
+        if e.loop is not None and not e.loop.graph.program.consts:
+            yield from _searches(e.loop.graph, chip, (*loop, e.index))
 
-    def __init__(self, graph: CostGraph, chip: Chip):
+
+class _Search:
+    """The search for segments of one program, or of the body of a scan in it."""
+
+    def __init__(self, graph: CostGraph, chip: Chip, loop: tuple[int, ...]):
         self.graph = graph
         self.chip = chip
+        self.loop = loop
         self.program = graph.program
+        self.options: list[Option] = []
+        self.blocked = set[int]()  # arrays that cannot be divided
         self.sizes = [_ops.nbytes(_aval(graph, t.index)) for t in graph.tensors]
         self.known: dict[Any, tuple[tuple[int, int, PieceCost], ...]] = {}
 
     # .. which segments
 
-    def levels(self) -> Iterator[list[Option]]:
-        """Yield more and more segments that can run in pieces, those of the largest arrays first."""
-        options: list[Option] = []
-        blocked: set[int] = set()
-        start = self.largest_working_set([])
-        while True:
-            inside = {i for o in options for i in range(o.start, o.stop)}
-            left = [
-                t
-                for t in self.graph.tensors
-                if t.producer >= 0
-                and t.active
-                and t.index not in blocked
-                and t.producer not in inside
-                and t.bytes > _SMALLEST * start
-            ]
-            if not left:
-                return
-            largest = max(t.bytes for t in left)
-            found = False
-            for t in left:
-                taken = any(o.start <= t.producer < o.stop for o in options)
-                if t.bytes < _ALIKE * largest or taken:
-                    continue
-                option = self.option(t.index, options)
-                if option is None:
-                    blocked.add(t.index)
-                else:
-                    options.append(option)
-                    found = True
-            if found:
-                options.sort(key=lambda o: o.start)
-                yield list(options)
+    @property
+    def inside(self) -> set[int]:
+        """The equations that are in segments."""
+        return {i for o in self.options for i in range(o.start, o.stop)}
 
-    def largest_working_set(self, options: Sequence[Option]) -> float:
+    def left(self) -> list[Tensor]:
+        """Return the arrays in no segment that may be divided."""
+        inside = self.inside
+        return [
+            t
+            for t in self.graph.tensors
+            if t.producer >= 0
+            and t.active
+            and t.index not in self.blocked
+            and t.producer not in inside
+            and self.graph.equations[t.producer].loop is None
+        ]
+
+    def largest_left(self) -> int:
+        return max((t.bytes for t in self.left()), default=0)
+
+    def grow(self, least: float) -> None:
+        """Add the segments of all arrays of at least some bytes."""
+        for t in self.left():
+            if t.bytes < least or any(o.start <= t.producer < o.stop for o in self.options):
+                continue
+            option = self.option(t.index, self.options)
+            if option is None:
+                self.blocked.add(t.index)
+            else:
+                self.options.append(option)
+        self.options.sort(key=lambda o: o.start)
+
+    def divisions(self, most: float) -> list[Division]:
+        """Return the segments in so many pieces that each needs at most some bytes."""
+        found = (o.fitting(most).division for o in self.options)
+        return [dataclasses.replace(d, loop=self.loop) for d in found]
+
+    def largest_working_set(self) -> float:
         """Return the bytes that the derivative of one operation in no segment needs at most."""
-        inside = {i for o in options for i in range(o.start, o.stop)}
-        tensors = self.graph.tensors
-        most = 0
+        inside, tensors, most = self.inside, self.graph.tensors, 0
         for e in self.graph.equations:
             if e.index in inside or e.loop is not None:
                 continue
             held = {t for t in (*e.needs, *e.makes, *e.reads) if tensors[t].in_memory}
             flowing = {t for t in (*e.makes, *e.reads) if tensors[t].producer >= 0}
-            most = max(
-                most,
-                sum(tensors[t].bytes for t in held)
-                + sum(tensors[t].cotangent_bytes for t in flowing)
-                + e.working_bytes,
-            )
+            size = sum(tensors[t].bytes for t in held) + e.working_bytes
+            most = max(most, size + sum(tensors[t].cotangent_bytes for t in flowing))
         return most
 
     def option(self, t: int, options: Sequence[Option]) -> Option | None:

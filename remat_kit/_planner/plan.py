@@ -404,7 +404,9 @@ def answered(search: Search, answer: Answer) -> Plan:
     modules = tuple(
         m
         for f, p in parts
-        for m in _beside(_by_module(f.graph_of(p), p.schedule), _by_module(f.graph, f.plain.schedule))
+        for m in _beside(
+            _by_module(f.graph_of(p), p.schedule), _by_module(f.graph, f.plain.schedule)
+        )
     )
     if names := dict.fromkeys(name for m in modules for name in m.unknown):
         again = any(m.unknown_again for m in modules)

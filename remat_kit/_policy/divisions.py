@@ -119,7 +119,7 @@ _ONE = re.compile(
     re.ASCII,
 )
 _LOOP = re.compile(rf"loop ({_NUMBER}) \((.*)\)", re.ASCII)
-_TIMES = re.compile(rf"([1-9]\d{{0,4}}) times \((.*)\) every ([1-9]\d{{0,8}})", re.ASCII)
+_TIMES = re.compile(r"([1-9]\d{0,4}) times \((.*)\) every ([1-9]\d{0,8})", re.ASCII)
 _DEEPEST = 16  # maximum number of scans in one another
 
 
