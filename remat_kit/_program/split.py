@@ -188,6 +188,10 @@ class _Facts:
                 moving.update(eqn.outvars)
 
     @functools.cached_property
+    def returned(self) -> set[Any]:
+        return {v for v in self.program.outvars if not isinstance(v, jec.Literal)}
+
+    @functools.cached_property
     def given(self) -> set[Any]:
         return set(self.program.invars)
 
@@ -257,7 +261,14 @@ class _Region:
         return False
 
     def agrees(self, i: int, eqn: Any, way: Way) -> bool:
-        """Tell whether a way reads what is there: pieces of the region, whole values before it."""
+        """Tell whether a way reads what is there: pieces of the region, whole values before it.
+
+        An output that all pieces compute alike, such as a result of a loop that ignores the divided
+        input, does not leave the region, so nothing may read it.
+        """
+        for v, made in zip(eqn.outvars, way.outputs, strict=True):
+            if made is None and (v in self.facts.readers or v in self.facts.returned):
+                return False
         for v, wanted in zip(eqn.invars, way.inputs, strict=True):
             if isinstance(v, jec.Literal) or v not in self.how or self.how[v] == wanted:
                 continue
