@@ -28,6 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from remat_kit import _jax
 from remat_kit._apply.region import relative
+from remat_kit._backend import rewrites as _rewrites
 from remat_kit._errors import PolicyError
 from remat_kit._policy.structural import Pieces
 from remat_kit._program import program as _program
@@ -241,7 +242,10 @@ class PieceLoop:
 
         for i, way in self.split.ways.items():
             reads = zip(eqns[i].invars, way.inputs, strict=True)
-            outs = on_piece(eqns[i], way, [read(v, h) for v, h in reads], piece)
+            values = [read(v, h) for v, h in reads]
+            outs = _rewrites.evaluated_on_piece(eqns[i], values)
+            if outs is None:
+                outs = on_piece(eqns[i], way, values, piece)
             made.update(zip(eqns[i].outvars, outs, strict=True))
         return [made[v] for v, _ in self.split.outputs]
 

@@ -38,7 +38,15 @@ GROUPS = {
     ),
     "planned": (("gradient", "gradient of one", "mixed", "value"), ("traced",), 0.02),
     "in pieces": (
-        ("gradient", "gradient of one", "pullback", "jvp", "over a loop", "mixed", "gradient of jvp"),
+        (
+            "gradient",
+            "gradient of one",
+            "pullback",
+            "jvp",
+            "over a loop",
+            "mixed",
+            "gradient of jvp",
+        ),
         ("traced", "traced", "vmap", "jit"),
         0.10,
     ),
