@@ -171,6 +171,13 @@ class PieceLoop:
     def inputs(self) -> list[tuple[Any, How]]:
         return [*((v, None) for v in self.split.whole), *self.split.cut]
 
+    @property
+    def axis(self) -> int:
+        """The axis of the divided value."""
+        how = self.split.how[self.split.value]
+        assert isinstance(how, Along)
+        return how.axis
+
     @functools.cached_property
     def moving(self) -> list[bool]:
         """Which outputs have tangents: nobody differentiates a maximum over all pieces."""

@@ -38,6 +38,7 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 
 from remat_kit import _jax
+from remat_kit._apply.divide import Divided
 from remat_kit._backend import facts as _facts
 from remat_kit._backend.fusion import FusionFlow
 from remat_kit._backend.interface import Backend, Chip, peak_rate
@@ -176,6 +177,11 @@ class PieceCost:
 
 class Parts(Protocol):
     """What the graph of a divided program asks about its segments in pieces."""
+
+    @property
+    def divided(self) -> Divided:
+        """The divided program."""
+        ...
 
     def cost(self, equation: int, active: Sequence[bool]) -> PieceCost | None:
         """Return the cost of the loop that an equation is, or None if it is another operation.
@@ -554,7 +560,8 @@ class _Builder:
         flags = [False] * len(program.consts) + (list(active) or [False] * len(eqn.invars))
         wanted = [bool(active)] * len(program.outvars)
         parts = self.parts and self.parts.body(self.place(eqn))
-        return _build(program, flags, wanted, self.chip, True, self.shards_of(eqn), parts)
+        found = _build(program, flags, wanted, self.chip, True, self.shards_of(eqn), parts)
+        return dataclasses.replace(found, divided=parts.divided) if parts else found
 
     def place(self, eqn: Any) -> int:
         return next(i for i, e in enumerate(self.program.eqns) if e is eqn)

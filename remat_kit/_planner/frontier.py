@@ -455,16 +455,19 @@ def _priced(
 
 
 def _is_improvement(point: Point, points: Sequence[Point]) -> bool:
-    """Tell whether a point has no more FLOPs and no more time than those without pieces.
+    """Tell whether a point has no more FLOPs and no more time than those whose place it takes.
 
-    It is compared with the one of them that a budget of its peak would choose.
+    These are the points without pieces that some budget would choose if the point were not there.
     """
-    within = [p for p in points if p.predicted_peak_bytes <= point.predicted_peak_bytes]
-    if not within:
-        return True
-    other = min(within, key=lambda p: p.extra_work)
-    fewer = point.extra_flops <= other.extra_flops and point.extra_seconds <= other.extra_seconds
-    return fewer and point.extra_work < other.extra_work
+    peak, work = point.predicted_peak_bytes, point.extra_work
+    within = [p for p in points if p.predicted_peak_bytes <= peak]
+    others = [p for p in points if p.predicted_peak_bytes >= peak and p.extra_work >= work]
+    if within:
+        others.append(min(within, key=lambda p: p.extra_work))
+    return all(
+        point.extra_flops <= p.extra_flops and point.extra_seconds <= p.extra_seconds
+        for p in others
+    )
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ from remat_kit._units import format_bytes, format_flops
 # The rest of the planner is imported by the functions that plan: it takes 0.1 s, and reading the
 # name `remat_kit.plan` does not need it.
 if TYPE_CHECKING:
+    from remat_kit._apply.pieces import PieceLoop
     from remat_kit._planner.frontier import Tick
     from remat_kit._planner.graph import CostGraph
     from remat_kit._planner.point import Point
@@ -62,6 +63,7 @@ class ModulePlan:
         unknown: the primitives in the module whose cost is unknown.
         unknown_again: whether some of these are recomputed.
         before_bytes: bytes of its activations that are saved on the device without a plan.
+        pieces: the segments in it that run in pieces, each as a text.
     """
 
     module: str
@@ -73,6 +75,7 @@ class ModulePlan:
     unknown: tuple[str, ...] = ()
     unknown_again: bool = False
     before_bytes: int = 0
+    pieces: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -227,6 +230,8 @@ def _operations(m: ModulePlan) -> str:
 
 
 def _why(m: ModulePlan) -> str:
+    if m.pieces:
+        return f"in pieces: {'; '.join(m.pieces)}"
     if m.unknown:
         names = ", ".join(m.unknown)
         return f"cost unknown ({names}): " + (
@@ -435,6 +440,18 @@ def answered(search: Search, answer: Answer) -> Plan:
     )
 
 
+def _in_pieces(loop: PieceLoop) -> str:
+    """Say in how many pieces a segment runs, and what it would need as a whole.
+
+    The first part is, for example, ``16 of axis 1 of float32[8,1024,50257]``.
+    """
+    split = loop.split
+    value, count = split.value.aval, -(-split.n // loop.size)
+    shape = ",".join(map(str, value.shape))
+    size = format_bytes(split.inside_bytes)
+    return f"{count} of axis {loop.axis} of {value.dtype}[{shape}]; as a whole it makes {size}"
+
+
 def _beside(modules: Sequence[ModulePlan], without: Sequence[ModulePlan]) -> tuple[ModulePlan, ...]:
     """Return modules with the bytes that they save without a plan."""
     before = {m.module: m.saved_bytes for m in without}
@@ -451,6 +468,7 @@ def _by_module(graph: CostGraph, schedule: Sequence[Segment[int]]) -> tuple[Modu
     saved: dict[str, list[float]] = {}
     unknown: dict[str, dict[str, None]] = {}
     again: set[str] = set()
+    pieces: dict[str, dict[str, None]] = {}
 
     def row(module: str) -> list[float]:
         return saved.setdefault(_paths.roll_up(module), [0, 0, 0.0, 0.0, 0])
@@ -466,6 +484,13 @@ def _by_module(graph: CostGraph, schedule: Sequence[Segment[int]]) -> tuple[Modu
             if e.unknown:
                 row(e.module)
                 unknown.setdefault(_paths.roll_up(e.module), {}).update(dict.fromkeys(e.unknown))
+        for i, loop in graph.divided.loops.items() if graph.divided else ():
+            e = graph.equations[i]
+            found = row(e.module)
+            found[2] += times * e.again_flops
+            found[3] += times * e.again_seconds
+            found[4] += times * len(loop.split.ways)
+            pieces.setdefault(_paths.roll_up(e.module), {})[_in_pieces(loop)] = None
         for segment, held in zip(segments, simulation.held(segments), strict=True):
             for t in held:
                 tensor = graph.tensors[t]
@@ -493,7 +518,10 @@ def _by_module(graph: CostGraph, schedule: Sequence[Segment[int]]) -> tuple[Modu
 
     count(graph, schedule, 1)
     rows = [
-        ModulePlan(m, int(a), int(b), c, d, int(n), tuple(unknown.get(m, ())), m in again)
+        ModulePlan(
+            *(m, int(a), int(b), c, d, int(n), tuple(unknown.get(m, ())), m in again),
+            pieces=tuple(pieces.get(m, ())),
+        )
         for m, (a, b, c, d, n) in saved.items()
     ]
     return tuple(sorted(rows, key=lambda m: -(m.saved_bytes + m.offloaded_bytes)))

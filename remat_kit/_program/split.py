@@ -70,16 +70,22 @@ class Split:
     outputs: tuple[tuple[Any, Along | Partial], ...]
     how: Mapping[Any, Along | Partial]
 
-    def saved_bytes(self, pieces: int) -> float:
-        """Return by how much pieces reduce what is live, roughly: a score to compare axes with."""
-        handed_on = {v for v in self.program.outvars if not isinstance(v, jec.Literal)}
+    @property
+    def inside_bytes(self) -> int:
+        """The bytes of what only the loop computes and reads, if it runs as a whole."""
         leaving = {v for v, _ in self.outputs}
-        inside = sum(
+        return sum(
             _bytes(v)
             for i in self.ways
             for v in self.program.eqns[i].outvars
             if v not in leaving and not _ops.is_view(self.program.eqns[i])
         )
+
+    def saved_bytes(self, pieces: int) -> float:
+        """Return by how much pieces reduce what is live, roughly: a score to compare axes with."""
+        handed_on = {v for v in self.program.outvars if not isinstance(v, jec.Literal)}
+        leaving = {v for v, _ in self.outputs}
+        inside = self.inside_bytes
         crossing = sum(_bytes(v) for v in leaving - handed_on)
         crossing += sum(_bytes(v) for v, how in self.outputs if isinstance(how, Partial))
         made = {v for i in self.before for v in self.program.eqns[i].outvars}
