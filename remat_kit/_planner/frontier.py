@@ -382,6 +382,12 @@ def frontier_of(
 
     every, leaner = points(_proposals.pareto(found, worth)), points(_proposals.leaner(found, worth))
     if pieces:
+        if _pieces.is_partitioned(graph):
+            raise UserError(
+                f"`{call}(..., pieces=True)`: the function is partitioned over several devices, and "
+                "the planner chooses pieces for one device only",
+                hint="leave pieces out, or choose them yourself: `policy(pieces(8), at=...)`",
+            )
         with collection_put_off():
             every, leaner = _with_pieces(graph, every, leaner, chip, around, worth, bandwidth, tick)
     return Frontier(

@@ -124,6 +124,11 @@ class Variant:
         return flops, max(own.again_seconds, longer)
 
 
+def is_partitioned(graph: CostGraph) -> bool:
+    """Tell whether the arrays of a graph are parts of those of the program, on one device each."""
+    return any(t.shape != getattr(_aval(graph, t.index), "shape", ()) for t in graph.tensors)
+
+
 def explored(
     graph: CostGraph,
     chip: Chip,

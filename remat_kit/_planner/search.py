@@ -426,8 +426,12 @@ class Search:
             f"and results; its peak is in the {point.cost.peak_kind} pass at "
             f"{place or 'the top level'}, where these are the largest arrays: {holding}",
             hint="use a smaller batch or a chip with more memory; budget='min' returns the plan "
-            "with the least memory",
+            f"with the least memory{'' if self.has_pieces else ', and pieces=True may need less'}",
         )
+
+    @property
+    def has_pieces(self) -> bool:
+        return any(p.graph is not None for p in self.points)
 
     def phase(self, place: int) -> str:
         """Return the phase of the compiled peak, or "" if the compiler returned no program."""

@@ -96,7 +96,7 @@ def test_the_default_has_no_pieces():
 
 
 def test_a_plan_is_compiled_applied_and_explained():
-    fn, args = gpt()
+    fn, _ = gpt()
     lean = planned_least()
     assert lean.compiled_peak_bytes < 0.5 * found()[0].points[0].predicted_peak_bytes
     assert any(map(is_division, lean.lines))
