@@ -384,7 +384,7 @@ def frontier_of(
     if pieces:
         if _pieces.is_partitioned(graph):
             raise UserError(
-                f"`{call}(..., pieces=True)`: the function is partitioned over several devices, and "
+                f"`{call}(..., pieces=True)`: the function is partitioned over several devices; "
                 "the planner chooses pieces for one device only",
                 hint="leave pieces out, or choose them yourself: `policy(pieces(8), at=...)`",
             )
