@@ -67,7 +67,7 @@ _SMALLEST = 1 / 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class PieceWay:
     """One way to run a segment in pieces, and its cost."""
 
     division: Division
@@ -80,15 +80,15 @@ class Option:
 
     start: int
     stop: int
-    ways: tuple[Way, ...]
+    ways: tuple[PieceWay, ...]
 
-    def fitting(self, most: float) -> Way:
+    def fitting(self, most: float) -> PieceWay:
         """Return the fastest way that needs at most some bytes, or else the one that needs least.
 
         More pieces that save little are not used.
         """
 
-        def time(way: Way) -> tuple[float, int, int]:
+        def time(way: PieceWay) -> tuple[float, int, int]:
             d = way.division
             return 2 * way.cost.seconds + way.cost.backward_seconds, d.pieces, d.axis
 
@@ -179,15 +179,15 @@ def variants(graph: CostGraph, chip: Chip, most: int = 10) -> Iterator[CostGraph
                 yield _divided.graph_of(graph, divided(graph.program, found, "frontier"), chip)
 
 
-def _searches(graph: CostGraph, chip: Chip, loop: tuple[int, ...] = ()) -> Iterator[_Search]:
+def _searches(graph: CostGraph, chip: Chip, loop: tuple[int, ...] = ()) -> Iterator[_SegmentSearch]:
     """Yield the search in a program, and those in the bodies of its scans."""
-    yield _Search(graph, chip, loop)
+    yield _SegmentSearch(graph, chip, loop)
     for e in graph.equations:
         if e.loop is not None and not e.loop.graph.program.consts:
             yield from _searches(e.loop.graph, chip, (*loop, e.index))
 
 
-class _Search:
+class _SegmentSearch:
     """The search for segments of one program, or of the body of a scan in it."""
 
     def __init__(self, graph: CostGraph, chip: Chip, loop: tuple[int, ...]):
@@ -305,7 +305,7 @@ class _Search:
 
     # .. in which pieces
 
-    def ways(self, start: int, stop: int, place: tuple[int, int]) -> tuple[Way, ...]:
+    def ways(self, start: int, stop: int, place: tuple[int, int]) -> tuple[PieceWay, ...]:
         """Return the ways to run a segment in pieces; empty if there is none."""
         _, part = relative(segment_of(self.program, start, stop))
         inside = place[0] - start, place[1]
@@ -314,7 +314,7 @@ class _Search:
         if key not in self.known:
             self.known[key] = tuple(self.costs(part, inside, active))
         return tuple(
-            Way(Division(start, stop, pieces, place, axis), cost)
+            PieceWay(Division(start, stop, pieces, place, axis), cost)
             for axis, pieces, cost in self.known[key]
         )
 
