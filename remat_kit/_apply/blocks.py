@@ -16,6 +16,7 @@ import jax
 import jax.extend.core as jec
 
 from remat_kit import _jax
+from remat_kit._apply import divide as _divide
 from remat_kit._apply import pieces as _pieces
 from remat_kit._apply import run_schedule as _run_schedule
 from remat_kit._apply import scans as _scans
@@ -23,6 +24,7 @@ from remat_kit._apply.region import run_region
 from remat_kit._errors import PolicyError, UserError, unknown
 from remat_kit._policy import algebra as _algebra
 from remat_kit._policy import check as _check
+from remat_kit._policy import divisions as _divisions
 from remat_kit._policy import patterns as _patterns
 from remat_kit._policy import schedule as _schedule
 from remat_kit._policy import selectors as _selectors
@@ -96,7 +98,12 @@ class BlockCutter:
         program = _program.without_region_boundaries(program)
         plan = self.plan_of(program, plan.losses())
         cse = not self.loop if self.prevent_cse is None else bool(self.prevent_cse)
-        schedule = _schedule.read(plan.lines, program, call=self.app.call)
+        in_pieces = [line for line in plan.lines if _divisions.is_division(line)]
+        if in_pieces:
+            found = _divisions.read(in_pieces, program, call=self.app.call)
+            program = _divide.divided(program, found, self.app.call).program
+        lines = [line for line in plan.lines if not _divisions.is_division(line)]
+        schedule = _schedule.read(lines, program, call=self.app.call)
         return _run_schedule.run(program, schedule, args, prevent_cse=cse)
 
     def fits(self, program: Program, plan: _structural.Planned) -> bool:

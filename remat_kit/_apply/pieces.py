@@ -28,6 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from remat_kit import _jax
 from remat_kit._apply.region import relative
+from remat_kit._backend import rewrites as _rewrites
 from remat_kit._errors import PolicyError
 from remat_kit._policy.structural import Pieces
 from remat_kit._program import program as _program
@@ -73,7 +74,7 @@ def run(program: Program, policy: Pieces, args: Sequence[Any], *, call: str) -> 
 
     with jax.named_scope("/".join(prefix)) if prefix else contextlib.nullcontext():
         plain(found.before)
-        loop = _PieceLoop(found, -(-found.n // min(policy.n, found.n)))
+        loop = PieceLoop(found, -(-found.n // min(policy.n, found.n)))
         outs = loop([env[v] for v, _ in loop.inputs])
         env.update(zip((v for v, _ in found.outputs), outs, strict=True))
         plain(found.after)
@@ -155,8 +156,8 @@ def _described(program: Program, value: Any) -> str:
 # -- the loop -------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _PieceLoop:
+@dataclasses.dataclass(frozen=True, eq=False)
+class PieceLoop:
     """A loop over pieces of ``size`` entries; the last piece may be smaller.
 
     Its inputs are the values that each piece reads as a whole, then those that are cut. A value
@@ -169,6 +170,13 @@ class _PieceLoop:
     @functools.cached_property
     def inputs(self) -> list[tuple[Any, How]]:
         return [*((v, None) for v in self.split.whole), *self.split.cut]
+
+    @property
+    def axis(self) -> int:
+        """The axis of the divided value."""
+        how = self.split.how[self.split.value]
+        assert isinstance(how, Along)
+        return how.axis
 
     @functools.cached_property
     def moving(self) -> list[bool]:
@@ -241,7 +249,10 @@ class _PieceLoop:
 
         for i, way in self.split.ways.items():
             reads = zip(eqns[i].invars, way.inputs, strict=True)
-            outs = on_piece(eqns[i], way, [read(v, h) for v, h in reads], piece)
+            values = [read(v, h) for v, h in reads]
+            outs = _rewrites.evaluated_on_piece(eqns[i], values)
+            if outs is None:
+                outs = on_piece(eqns[i], way, values, piece)
             made.update(zip(eqns[i].outvars, outs, strict=True))
         return [made[v] for v, _ in self.split.outputs]
 

@@ -133,6 +133,26 @@ def _relu_derivative(primals: Any, tangents: Any) -> Any:
     return out, jax.lax.select(out > 0, dx, jax.lax.full_like(dx, 0))
 
 
+def evaluated_on_piece(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
+    """Evaluate an equation in its lean form on pieces of its operands.
+
+    Returns None if the equation has no lean form, or if its operands are not floating-point arrays.
+    """
+    if any(jax.typeof(x).dtype not in _BITS for x in values):
+        return None
+    given = tuple(sorted(eqn.params.items())) if eqn.primitive.name in _LEAN else ()
+    if eqn.primitive is _CONV:
+        return [_convolution(given)(*values)]
+    if lean_pooling(eqn) is not eqn:
+        return [_pooled(eqn.primitive, given)(*values)]
+    if eqn.primitive.name == "custom_jvp_call" and rule_of(eqn) is jax.nn.relu.jvp:
+        return [_relu(*values)]
+    return None
+
+
+_LEAN = ("conv_general_dilated", "reduce_window_max", "reduce_window_min")
+
+
 def _in_place_of(eqn: Any, fn: Any) -> Any:
     """Trace ``fn`` to one equation and put it in the place of ``eqn``."""
     (found,) = jax.make_jaxpr(fn)(*(v.aval for v in eqn.invars)).eqns

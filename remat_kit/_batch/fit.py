@@ -246,6 +246,7 @@ def fit(
     argnums: Argnums = 0,
     donate_argnums: int | Sequence[int] = (),
     optimizer: Any = None,
+    pieces: bool = False,
     progress: Progress | None = None,
 ) -> Fit:
     """Compile a training step for chips, policies and batch sizes, and report which of them fit.
@@ -263,7 +264,8 @@ def fit(
     cpu@4MiB 4096 True
 
     Args:
-        build, at, batch_name, argnums, donate_argnums, optimizer, progress: as for `max_batch`.
+        build, at, batch_name, argnums, donate_argnums, optimizer, pieces, progress: as for
+            `max_batch`.
         batches: the batch sizes.
         policies: each as `remat_kit.policy` takes it; ``none`` is always the first. ``"plan"`` is
             the fastest plan that fits, made for each chip and batch size. ``"plan+offload"`` is a
@@ -287,6 +289,7 @@ def fit(
         argnums=argnums,
         donate_argnums=donate_argnums,
         optimizer=optimizer,
+        pieces=pieces,
     )
     model.check(policies, call)
     chips = [_target.target(name) for name in targets]

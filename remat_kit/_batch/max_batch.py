@@ -239,6 +239,7 @@ def max_batch(
     argnums: Argnums = 0,
     donate_argnums: int | Sequence[int] = (),
     optimizer: Any = None,
+    pieces: bool = False,
     progress: Progress | None = None,
 ) -> MaxBatch:
     """Find the largest batch whose training step fits on a chip, by compiling a few batch sizes.
@@ -275,6 +276,7 @@ def max_batch(
         donate_argnums: the arguments whose memory the results may take over.
         optimizer: an ``optax.GradientTransformation``. If it is given, the whole training step with
             its state must fit; otherwise the answer says what the state of AdamW would add.
+        pieces: whether a plan may run segments in pieces, as for `remat_kit.plan`.
         progress: called with a line of text before each program is compiled, such as `print`.
 
     Returns:
@@ -294,6 +296,7 @@ def max_batch(
         argnums=argnums,
         donate_argnums=donate_argnums,
         optimizer=optimizer,
+        pieces=pieces,
     )
     model.check([policy], call)
     return search(

@@ -54,6 +54,7 @@ class Model:
         at: the module paths that policies are applied at; if None, the builder applies them.
         batch_name: the parameter of the builder for the batch size.
         argnums, donate_argnums, optimizer: as for `remat_kit.measure`.
+        pieces: whether plans may run segments in pieces.
     """
 
     builder: Builder
@@ -63,6 +64,7 @@ class Model:
     argnums: Argnums = 0
     donate_argnums: int | Sequence[int] = ()
     optimizer: Any = None
+    pieces: bool = False
 
     def check(self, policies: Sequence[Any], call: str) -> None:
         """Raise if the builder has no parameter for the batch size or for one of the policies."""
@@ -81,6 +83,11 @@ class Model:
                 hint=f"leave {self.batch_name} out of the sizes",
             )
         given = [policy for policy in policies if not is_plan(policy)]
+        if self.pieces and len(given) == len(policies):
+            raise UserError(
+                f"`{call}`: pieces=True (--pieces) is for plans, and there is none",
+                hint="add the policy 'plan', or use the policy `pieces(n)`",
+            )
         some = any(as_policy(policy, call=call) is not None for policy in given)
         if self.at is not None and not some:
             plans = ", for a plan says itself where its regions are" if policies else ""
@@ -109,6 +116,7 @@ class Model:
                     objective="balanced",
                     optimizer=self.optimizer,
                     offload=PLANS[policy],
+                    pieces=self.pieces,
                 )
             return _decorate.policy(found.policy(found.points[0]))(fn), args
         if policy is None or policy == NO_POLICY:
@@ -160,6 +168,7 @@ class Model:
                     argnums=self.argnums,
                     optimizer=self.optimizer,
                     offload=PLANS[policy],
+                    pieces=self.pieces,
                 )
         except NotDifferentiableError:
             raise

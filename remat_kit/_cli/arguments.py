@@ -325,6 +325,12 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, dict[str, Any]], ...] = (
         for command, default in (("plan", "balanced"), ("frontier", "time"))
     ),
     ("--offload", _PLANNING, "also offload residuals of scans to the host's memory", _FLAG),
+    (
+        "--pieces",
+        (*_PLANNING, *_BATCHES),
+        "plans may also run segments in pieces of an axis, recomputed one after the other",
+        _FLAG,
+    ),
     ("--png", ("frontier",), "draw memory against time to this file", _FILE),
     (
         "--batch-name",

@@ -260,6 +260,7 @@ def _planned(
                 objective=options.objective,
                 optimizer=optimizer,
                 offload=options.offload,
+                pieces=options.pieces,
                 progress=progress.say,
                 **how,
             )
@@ -488,6 +489,7 @@ def _batch_model(job: _Job, options: argparse.Namespace) -> Any:
         job.at,
         options.batch_name,
         optimizer=_optimizer(options.optimizer),
+        pieces=options.pieces,
     )
     model.check(job.policies, f"remat-kit {options.command} {job.builder.address}")
     return model

@@ -125,6 +125,9 @@ async def plan(
     offload: Annotated[
         bool, Field(description="also offload residuals of scans to the host's memory")
     ] = False,
+    pieces: Annotated[
+        bool, Field(description="also run segments in pieces of an axis, one after the other")
+    ] = False,
 ) -> CallToolResult:
     """Find the fastest schedule of saving and recomputing that fits a budget, and compile it.
 
@@ -134,6 +137,7 @@ async def plan(
         budget=budget, target=[target], size=sizes, optimizer=optimizer, objective=objective
     )
     words += ["--offload"] if offload else []
+    words += ["--pieces"] if pieces else []
     async with _limiter:
         return _result(*await _answer(context, "plan", words, model))
 

@@ -75,7 +75,8 @@ def plan_for_step(
         def make(chip: Target) -> Plan:
             check_options(auto.objective, False, chip, "auto")
             front = frontier_of_step(
-                step, fn, args, chip, auto.objective, False, _proposals.silent, "auto"
+                *(step, fn, args, chip, auto.objective, False, _proposals.silent, "auto"),
+                pieces=auto.pieces,
             )
             search = Search(
                 *(fn, args, None, chip, front, _COMPILES, _proposals.silent), run_local=False
@@ -132,7 +133,8 @@ def plan_for_loss(auto: Automatic, loss: Loss, call: str) -> Planned | None:
         made += sum(map(_ops.nbytes, loss.jaxpr.out_avals))
         around = Surroundings(given, made)
         front = frontier_of(
-            graph, around, chip, auto.objective, False, _proposals.silent, 0.0, "auto"
+            *(graph, around, chip, auto.objective, False, _proposals.silent, 0.0, "auto"),
+            pieces=auto.pieces,
         )
         argnums = tuple(1 + i - loss.constants for i in chosen)
         search = Search(
@@ -199,6 +201,7 @@ def _found_or_made(
         chip.name,
         chip.memory_bytes,
         chip.description,
+        *(["pieces"] if auto.pieces else []),
     ]
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     cache, key = default_cache(), key_of("auto 3", identity, json.dumps([options, versions]))

@@ -38,6 +38,7 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 
 from remat_kit import _jax
+from remat_kit._apply.divide import Divided
 from remat_kit._backend import facts as _facts
 from remat_kit._backend.fusion import FusionFlow
 from remat_kit._backend.interface import Backend, Chip, peak_rate
@@ -199,11 +200,77 @@ def _build(
     shards: Shards | None = None,
     axes: MeshAxes = (),
     gradients: Mapping[int, int] | None = None,
+    parts: Parts | None = None,
 ) -> CostGraph:
-    return _Builder(program, chip, stacked, shards, axes, gradients).graph(active_in, wanted)
+    builder = _Builder(program, chip, stacked, shards, axes, gradients, parts)
+    return builder.graph(active_in, wanted)
 
 
 MeshAxes = tuple[tuple[str, int], ...]  # the names and sizes of the axes of a mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class PieceCost:
+    """The cost of a loop over pieces of a segment.
+
+    Attributes:
+        forward_bytes: bytes that one piece of the forward pass needs.
+        backward_bytes: bytes that one piece of the derivative needs.
+        flops: floating-point operations of the forward pass of all pieces.
+        seconds: roofline time of these.
+        backward_flops: floating-point operations of the derivative of all pieces, without those
+            that it recomputes.
+        backward_seconds: roofline time of these, and of adding up the gradients of all pieces.
+    """
+
+    forward_bytes: int
+    backward_bytes: int
+    flops: float
+    seconds: float
+    backward_flops: float
+    backward_seconds: float
+
+
+class Parts(Protocol):
+    """What the graph of a divided program asks about its segments in pieces."""
+
+    @property
+    def divided(self) -> Divided:
+        """The divided program."""
+        ...
+
+    def cost(self, equation: int, active: Sequence[bool]) -> PieceCost | None:
+        """Return the cost of the loop that an equation is, or None if it is another operation.
+
+        ``active`` says by which inputs it is differentiated.
+        """
+        ...
+
+    def body(self, equation: int) -> Parts | None:
+        """Return the same for the body of a scan."""
+        ...
+
+
+def graph_of(
+    program: Program,
+    active: Sequence[bool],
+    wanted: Sequence[bool],
+    chip: LinkedChip,
+    parts: Parts | None = None,
+    *,
+    stacked: bool = False,
+) -> CostGraph:
+    """Return the cost graph of a flat program.
+
+    Args:
+        program: the program.
+        active: for each input, whether the program is differentiated by it.
+        wanted: for each output, whether it is differentiated.
+        chip: as for `trace`.
+        parts: the segments that run in pieces.
+        stacked: whether the program is the body of a scan.
+    """
+    return _build(program, active, wanted, chip, stacked, parts=parts)
 
 
 class _Builder:
@@ -224,10 +291,12 @@ class _Builder:
         shards: Shards | None,
         axes: MeshAxes,
         gradients: Mapping[int, int] | None,
+        parts: Parts | None,
     ):
         self.axes = axes
         self.gradients = gradients or {}
         self.program = program
+        self.parts = parts
         self.chip = chip
         self.backend = Backend(chip.platform)
         self.stacked = stacked
@@ -486,7 +555,7 @@ class _Builder:
         copies = sum(size for size, _ in self.gathered(eqn)) if rule else 0
         if self.stacked:  # a scan saves what its iterations gathered in shards
             copies, working = 0, working + copies
-        return Equation(
+        found = Equation(
             index=i,
             primitive=_program.primitive_name(eqn),
             module="/".join(self.program.path(eqn)),
@@ -504,6 +573,39 @@ class _Builder:
             rounds=self.backend.rounds(eqn),
             loop=loop,
             unknown=tuple(e.primitive.name for e in _ops.unknown_costs(eqn)),
+        )
+        active = rule.mask if rule else (False,) * len(eqn.invars)
+        cost = self.parts.cost(i, active) if self.parts is not None else None
+        return found if cost is None else self.in_pieces(found, eqn, active, cost, tensors)
+
+    def in_pieces(
+        self,
+        e: Equation,
+        eqn: Any,
+        active: Sequence[bool],
+        cost: PieceCost,
+        tensors: Sequence[Tensor],
+    ) -> Equation:
+        """Return a loop over pieces with its cost."""
+        differentiated = any(active)
+        # If a later operation reads an input as well, its derivative has made a cotangent before.
+        # Then the one that the loop adds up is another array.
+        second = 0
+        for v, is_active in zip(eqn.invars, active, strict=True):
+            tensor = tensors[self.index[v]]
+            later = bool(tensor.users) and tensor.users[-1] > e.index
+            if is_active and (later or (tensor.producer < 0 and len(tensor.users) > 1)):
+                second += _ops.nbytes(self.aval(v))
+        return dataclasses.replace(
+            e,
+            flops=cost.flops,
+            seconds=cost.seconds,
+            backward_flops=cost.backward_flops if differentiated else 0.0,
+            backward_seconds=cost.seconds + cost.backward_seconds if differentiated else 0.0,
+            working_bytes=cost.backward_bytes + second if differentiated else 0,
+            transient_bytes=cost.forward_bytes,
+            again_flops=cost.flops if differentiated else 0.0,
+            again_seconds=cost.seconds if differentiated else 0.0,
         )
 
     def work(
@@ -569,14 +671,19 @@ class _Builder:
         program = flat_program(eqn.params["jaxpr"], self.program.path(eqn))
         flags = [False] * len(program.consts) + (list(active) or [False] * len(eqn.invars))
         wanted = [bool(active)] * len(program.outvars)
-        return _build(program, flags, wanted, self.chip, True, self.shards_of(eqn), self.axes)
+        parts = self.parts and self.parts.body(self.place(eqn))
+        shards = self.shards_of(eqn)
+        found = _build(program, flags, wanted, self.chip, True, shards, self.axes, parts=parts)
+        return dataclasses.replace(found, divided=parts.divided) if parts else found
+
+    def place(self, eqn: Any) -> int:
+        return next(i for i, e in enumerate(self.program.eqns) if e is eqn)
 
     def shards_of(self, eqn: Any) -> Shards | None:
         """Return the shapes on one device in the body of a scan of this program."""
         if self.shards is None:
             return None
-        place = next(i for i, e in enumerate(self.program.eqns) if e is eqn)
-        return self.shards.bodies[place]
+        return self.shards.bodies[self.place(eqn)]
 
     def branches(self, eqn: Any, mask: Sequence[bool]) -> list[CostGraph]:
         """Return the graphs of a conditional's branches; the most expensive one sets its cost."""

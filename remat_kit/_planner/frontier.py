@@ -53,11 +53,13 @@ from remat_kit._errors import UnknownNameError, UserError, unknown
 from remat_kit._frameworks import flax as _flax
 from remat_kit._planner import bounds as _bounds
 from remat_kit._planner import mincut as _mincut
+from remat_kit._planner import pieces as _pieces
 from remat_kit._planner import proposals as _proposals
 from remat_kit._planner import simulate as _simulate
 from remat_kit._planner.graph import CostGraph
 from remat_kit._planner.point import Point
 from remat_kit._planner.simulate import Simulated
+from remat_kit._policy import divisions as _divisions
 from remat_kit._policy import patterns as _patterns
 from remat_kit._policy import schedule as _schedule
 from remat_kit._policy import structural as _structural
@@ -66,6 +68,7 @@ from remat_kit._policy.structural import Planned
 from remat_kit._program import ops as _ops
 from remat_kit._program import program as _program
 from remat_kit._program.gradient import Argnums, abstract
+from remat_kit._program.program import Program
 from remat_kit._show import chart as _chart
 from remat_kit._show import figures as _figures
 from remat_kit._show.table import Table
@@ -157,9 +160,13 @@ class Frontier:
 
     def policy(self, point: Point) -> Planned:
         """Return the policy that runs the schedule of a point, for `remat_kit.policy`."""
-        own = policy_of(self.graph, point.schedule)
-        others = (policy_of(f.graph, p.schedule) for f, p in zip(self.others, point.others))
+        own = policy_of(self.graph_of(point), point.schedule)
+        others = (policy_of(f.graph_of(p), p.schedule) for f, p in zip(self.others, point.others))
         return _structural.joined([own, *others], step=self.of_step)
+
+    def graph_of(self, point: Point) -> CostGraph:
+        """Return the cost graph to which the schedule of a point belongs."""
+        return self.graph if point.graph is None else point.graph
 
     def table(self, most: int = 24, *, full: bool = False) -> Table:
         """Return a table of at most ``most`` points, spread evenly over all points.
@@ -255,6 +262,7 @@ def frontier(
     objective: str = "time",
     optimizer: Any = None,
     offload: bool = False,
+    pieces: bool = False,
     progress: Tick | None = None,
 ) -> Frontier:
     """Return the schedules with the best trade of memory for time.
@@ -290,6 +298,9 @@ def frontier(
         offload: whether the iterations of scans may offload their saved arrays to the host's
             memory. Outside of scans, compilers undo an offload or need more memory for it, so the
             planner does not propose it there.
+        pieces: whether segments may run in pieces of an axis, as with `remat_kit.pieces`. The
+            planner then chooses the segments, the axes and the numbers of pieces. It is off by
+            default, because sums over pieces round in another order.
         progress: called with a description of the current work. Ctrl-C ends the search, and
             `frontier` returns the schedules found so far.
 
@@ -304,7 +315,7 @@ def frontier(
     tick = progress or _proposals.silent
     chip = for_arguments(target, _flax.arrays_of(args), "frontier")
     found, _ = frontier_for(
-        fn, args, chip, argnums, objective, optimizer, offload, tick, "frontier"
+        fn, args, chip, argnums, objective, optimizer, offload, tick, "frontier", pieces
     )
     return found
 
@@ -347,6 +358,7 @@ def frontier_of(
     tick: Tick,
     begun: float,
     call: str,
+    pieces: bool = False,
 ) -> Frontier:
     """Return the frontier of a loss from its cost graph."""
     with collection_put_off():
@@ -357,10 +369,11 @@ def frontier_of(
                 "leave offload out, or run equal layers in a scan",
             )
         worth = _mincut.Worth.of_graph(graph, OBJECTIVES[objective])
+        bandwidth = chip.host_bandwidth_bytes_per_second if offload else 0.0
         found = _proposals.proposed(
             graph,
             tick=tick,
-            host_bandwidth=chip.host_bandwidth_bytes_per_second if offload else 0.0,
+            host_bandwidth=bandwidth,
             host_bytes=chip.host_memory_bytes or math.inf,
             worth=worth,
         )
@@ -375,8 +388,18 @@ def frontier_of(
     def points(some: Sequence[_proposals.Candidate]) -> tuple[Point, ...]:
         return tuple(_point(graph, c.schedule, c.cost, bounds, worth, around) for c in some)
 
+    every, leaner = points(_proposals.pareto(found, worth)), points(_proposals.leaner(found, worth))
+    if pieces:
+        if _pieces.is_partitioned(graph):
+            raise UserError(
+                f"`{call}(..., pieces=True)`: the function is partitioned over several devices; "
+                "the planner chooses pieces for one device only",
+                hint="leave pieces out, or choose them yourself: `policy(pieces(8), at=...)`",
+            )
+        with collection_put_off():
+            every, leaner = _with_pieces(graph, every, leaner, chip, around, worth, bandwidth, tick)
     return Frontier(
-        points=points(_proposals.pareto(found, worth)),
+        points=every,
         target=chip.name,
         objective=objective,
         planning_seconds=time.perf_counter() - begun,
@@ -386,7 +409,7 @@ def frontier_of(
         forward_seconds=around.times * graph.forward_seconds,
         backward_seconds=around.times * graph.backward_seconds,
         working_bytes=bounds.working_bytes,
-        leaner=points(_proposals.leaner(found, worth)),
+        leaner=leaner,
         plain=point((Segment(0, len(graph.equations), plain=True),)),
         presets=tuple((name, point(schedule)) for name, schedule in _proposals.presets(graph)),
         memory_bytes=chip.memory_bytes,
@@ -414,6 +437,74 @@ def _within_host(
             "use a smaller batch to offload all; `remat-kit targets` shows the memory of the hosts",
         )
     return [c for c in found if c.cost.host_bytes <= room]
+
+
+def _with_pieces(
+    graph: CostGraph,
+    points: tuple[Point, ...],
+    leaner: tuple[Point, ...],
+    chip: Target,
+    around: Surroundings,
+    worth: _mincut.Worth,
+    host_bandwidth: float,
+    tick: Tick,
+) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
+    """Return points and leaner points, with those of the program with segments in pieces."""
+    found = list(points)
+    room = chip.host_memory_bytes or math.inf
+    for variant in _pieces.explored(graph, chip, worth, host_bandwidth, room, tick):
+        priced = functools.partial(_priced, variant, graph, _bounds.bounds(variant.graph))
+        some = [priced(c, worth, around) for c in _proposals.pareto(variant.candidates, worth)]
+        found += [p for p in some if _is_improvement(p, points)]
+        least = min(found, key=lambda p: p.predicted_peak_bytes)
+        if least.graph is variant.graph:
+            few = _proposals.leaner(variant.candidates, worth)
+            leaner = tuple(priced(c, worth, around) for c in few)
+    kept: list[Point] = []
+    for p in sorted(found, key=lambda p: (p.predicted_peak_bytes, p.extra_work)):
+        if not kept or p.extra_work < kept[-1].extra_work * (1 - 1e-6):
+            kept.append(p)
+    return tuple(kept), leaner
+
+
+def _priced(
+    variant: _pieces.Variant,
+    graph: CostGraph,
+    bounds: _bounds.Bounds,
+    candidate: _proposals.Candidate,
+    worth: _mincut.Worth,
+    around: Surroundings,
+) -> Point:
+    """Return a point of a divided program, with what the pieces cost under every schedule."""
+    times = around.times
+    point = _point(variant.graph, candidate.schedule, candidate.cost, bounds, worth, around)
+    flops, seconds = (times * x for x in variant.extra(graph))
+    return dataclasses.replace(
+        point,
+        extra_flops=point.extra_flops + flops,
+        extra_seconds=point.extra_seconds + seconds,
+        extra_work=point.extra_work + worth.of(seconds, flops),
+        bound_extra_seconds=point.bound_extra_seconds + seconds,
+        forward_flops=times * graph.forward_flops,
+        gap=point.gap * _share(variant.graph.forward_seconds, graph.forward_seconds),
+        graph=variant.graph,
+    )
+
+
+def _is_improvement(point: Point, points: Sequence[Point]) -> bool:
+    """Tell whether a point has no more FLOPs and no more time than those whose place it takes.
+
+    These are the points without pieces that some budget would choose if the point were not there.
+    """
+    peak, work = point.predicted_peak_bytes, point.extra_work
+    within = [p for p in points if p.predicted_peak_bytes <= peak]
+    others = [p for p in points if p.predicted_peak_bytes >= peak and p.extra_work >= work]
+    if within:
+        others.append(min(within, key=lambda p: p.extra_work))
+    return all(
+        point.extra_flops <= p.extra_flops and point.extra_seconds <= p.extra_seconds
+        for p in others
+    )
 
 
 @contextlib.contextmanager
@@ -580,13 +671,17 @@ def _ends(graph: CostGraph, text: str) -> list[int]:
 
 
 def policy_of(graph: CostGraph, schedule: Iterable[Segment[int]]) -> Planned:
+    """Return the policy that runs a schedule of a graph."""
     lines = _schedule.lines([_by_place(graph, s) for s in schedule])
-    return _structural.planned(_described(graph), *lines)
+    program, divisions = graph.program, ()
+    if graph.divided is not None:
+        program, divisions = graph.divided.whole, graph.divided.divisions
+    return _structural.planned(_described(program), *_divisions.lines(divisions), *lines)
 
 
 @functools.lru_cache(maxsize=8)
-def _described(graph: CostGraph) -> str:
-    return _schedule.describe(graph.program)
+def _described(program: Program) -> str:
+    return _schedule.describe(program)
 
 
 def _by_place(graph: CostGraph, segment: Segment[int]) -> Segment[Place]:

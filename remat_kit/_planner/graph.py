@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from remat_kit._apply.divide import Divided
 from remat_kit._program.program import Program
 
 # -- the graph ----------------------------------------------------------------------------------
@@ -136,6 +137,11 @@ class Equation:
         loop: the scan, or None if the equation is not a scan.
         unknown: the primitives in it whose cost is unknown. The equation then counts as much work
             as the rest of the program together, so that it is recomputed only as a last resort.
+        transient_bytes: bytes that are live only while it runs, in a loop over pieces those of one
+            piece.
+        again_flops: floating-point operations that its derivative always recomputes, in a loop over
+            pieces those of all pieces.
+        again_seconds: roofline time of these.
     """
 
     index: int
@@ -155,6 +161,9 @@ class Equation:
     rounds: bool = False
     loop: Loop | None = None
     unknown: tuple[str, ...] = ()
+    transient_bytes: int = 0
+    again_flops: float = 0.0
+    again_seconds: float = 0.0
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -186,6 +195,7 @@ class CostGraph:
             regions are then written to memory as they are, because no fusion reaches from the loop
             of the forward pass into that of the backward pass.
         reuses: whether the compiler stores temporaries in the memory of later results.
+        divided: the program with the segments that run in pieces; None if there are none.
         early: whether the compiler may recompute a region around regions before the derivatives of
             the later equations outside of all regions have run. XLA:CPU does, because it removes
             the barriers before it orders the operations (jax 0.12).
@@ -198,6 +208,7 @@ class CostGraph:
     stacked: bool = False
     reuses: bool = True
     early: bool = False
+    divided: Divided | None = dataclasses.field(default=None, repr=False)
 
     @functools.cached_property
     def forward_flops(self) -> float:
@@ -333,7 +344,26 @@ class CostGraph:
             if tensor.producer >= 0 and tensor.in_memory and tensor.users:
                 steps[tensor.producer] += tensor.bytes
                 steps[tensor.users[-1] + 1] -= tensor.bytes
+        for e in self.equations:
+            steps[e.index] += e.transient_bytes
+            steps[e.index + 1] -= e.transient_bytes
         return steps
+
+    @functools.cached_property
+    def again_flops(self) -> float:
+        """Floating-point operations that derivatives recompute under every schedule."""
+        return sum(
+            e.again_flops + (e.loop.length * e.loop.graph.again_flops if e.loop else 0.0)
+            for e in self.equations
+        )
+
+    @functools.cached_property
+    def again_seconds(self) -> float:
+        """Roofline time of `again_flops`."""
+        return sum(
+            e.again_seconds + (e.loop.length * e.loop.graph.again_seconds if e.loop else 0.0)
+            for e in self.equations
+        )
 
     @functools.cached_property
     def kept_steps(self) -> tuple[np.ndarray, np.ndarray, dict[int, list[tuple[int, _Steps]]]]:

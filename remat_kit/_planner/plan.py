@@ -34,6 +34,7 @@ from remat_kit._units import format_bytes, format_flops
 # The rest of the planner is imported by the functions that plan: it takes 0.1 s, and reading the
 # name `remat_kit.plan` does not need it.
 if TYPE_CHECKING:
+    from remat_kit._apply.pieces import PieceLoop
     from remat_kit._planner.frontier import Tick
     from remat_kit._planner.graph import CostGraph
     from remat_kit._planner.point import Point
@@ -62,6 +63,7 @@ class ModulePlan:
         unknown: the primitives in the module whose cost is unknown.
         unknown_again: whether some of these are recomputed.
         before_bytes: bytes of its activations that are saved on the device without a plan.
+        pieces: the segments in it that run in pieces, each as a text.
     """
 
     module: str
@@ -73,6 +75,7 @@ class ModulePlan:
     unknown: tuple[str, ...] = ()
     unknown_again: bool = False
     before_bytes: int = 0
+    pieces: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -227,6 +230,8 @@ def _operations(m: ModulePlan) -> str:
 
 
 def _why(m: ModulePlan) -> str:
+    if m.pieces:
+        return f"in pieces: {'; '.join(m.pieces)}"
     if m.unknown:
         names = ", ".join(m.unknown)
         return f"cost unknown ({names}): " + (
@@ -254,13 +259,14 @@ def plans(
     argnums: Argnums = 0,
     objective: str = "balanced",
     offload: bool = False,
+    pieces: bool = False,
     compiles: int = 5,
     progress: Tick | None = None,
 ) -> tuple[Plan | UserError, ...]:
     """Return the plans for several budgets, which share the compiled programs.
 
     Args:
-        fn, args, target, argnums, objective, offload, progress: as for `plan`.
+        fn, args, target, argnums, objective, offload, pieces, progress: as for `plan`.
         budgets: budgets as for `plan`. If nothing fits a budget, the error takes the plan's place.
         compiles: maximum number of programs to compile for each budget.
     """
@@ -271,7 +277,9 @@ def plans(
     wanted = [parsed_budget(budget) for budget in budgets]
     chip = for_arguments(target, _flax.arrays_of(args), "plans")
     tick = progress or silent
-    front, argnums = frontier_for(fn, args, chip, argnums, objective, None, offload, tick, "plans")
+    front, argnums = frontier_for(
+        fn, args, chip, argnums, objective, None, offload, tick, "plans", pieces
+    )
     search = Search(fn, args, argnums, chip, front, compiles, tick)
 
     def predicted(budget: str | int | float) -> dict[int, int]:
@@ -301,6 +309,7 @@ def plan(
     objective: str = "balanced",
     optimizer: Any = None,
     offload: bool = False,
+    pieces: bool = False,
     compiles: int = 5,
     progress: Tick | None = None,
 ) -> Plan:
@@ -340,6 +349,7 @@ def plan(
         offload: whether the iterations of scans may offload their saved arrays, as for `frontier`.
             XLA has returned wrong gradients with such offloads on GPUs (openxla/xla#46231), so
             compare a step's gradients before you train.
+        pieces: whether segments may run in pieces of an axis, as for `frontier`.
         compiles: maximum number of programs to compile beside the one without a plan. If none of
             them fits, up to three more are compiled, those with the lowest predicted peaks. If one
             fits, but another candidate should fit with much less recomputation, up to three more
@@ -363,7 +373,7 @@ def plan(
     check_reachable(wanted, args, argnums, optimizer)
     tick = progress or silent
     front, argnums = frontier_for(
-        fn, args, chip, argnums, objective, optimizer, offload, tick, "plan"
+        fn, args, chip, argnums, objective, optimizer, offload, tick, "plan", pieces
     )
     search = Search(fn, args, argnums, chip, front, compiles, tick, optimizer)
     return answered(search, search.run(wanted))
@@ -401,7 +411,9 @@ def answered(search: Search, answer: Answer) -> Plan:
     modules = tuple(
         m
         for f, p in parts
-        for m in _beside(_by_module(f.graph, p.schedule), _by_module(f.graph, f.plain.schedule))
+        for m in _beside(
+            _by_module(f.graph_of(p), p.schedule), _by_module(f.graph, f.plain.schedule)
+        )
     )
     if names := dict.fromkeys(name for m in modules for name in m.unknown):
         again = any(m.unknown_again for m in modules)
@@ -430,6 +442,18 @@ def answered(search: Search, answer: Answer) -> Plan:
     )
 
 
+def _in_pieces(loop: PieceLoop) -> str:
+    """Say in how many pieces a segment runs, and what it would need as a whole.
+
+    The first part is, for example, ``16 of axis 1 of float32[8,1024,50257]``.
+    """
+    split = loop.split
+    value, count = split.value.aval, -(-split.n // loop.size)
+    shape = ",".join(map(str, value.shape))
+    size = format_bytes(split.inside_bytes)
+    return f"{count} of axis {loop.axis} of {value.dtype}[{shape}]; as a whole it makes {size}"
+
+
 def _beside(modules: Sequence[ModulePlan], without: Sequence[ModulePlan]) -> tuple[ModulePlan, ...]:
     """Return modules with the bytes that they save without a plan."""
     before = {m.module: m.saved_bytes for m in without}
@@ -446,6 +470,7 @@ def _by_module(graph: CostGraph, schedule: Sequence[Segment[int]]) -> tuple[Modu
     saved: dict[str, list[float]] = {}
     unknown: dict[str, dict[str, None]] = {}
     again: set[str] = set()
+    pieces: dict[str, dict[str, None]] = {}
 
     def row(module: str) -> list[float]:
         return saved.setdefault(_paths.roll_up(module), [0, 0, 0.0, 0.0, 0])
@@ -461,6 +486,13 @@ def _by_module(graph: CostGraph, schedule: Sequence[Segment[int]]) -> tuple[Modu
             if e.unknown:
                 row(e.module)
                 unknown.setdefault(_paths.roll_up(e.module), {}).update(dict.fromkeys(e.unknown))
+        for i, loop in graph.divided.loops.items() if graph.divided else ():
+            e = graph.equations[i]
+            found = row(e.module)
+            found[2] += times * e.again_flops
+            found[3] += times * e.again_seconds
+            found[4] += times * len(loop.split.ways)
+            pieces.setdefault(_paths.roll_up(e.module), {})[_in_pieces(loop)] = None
         for segment, held in zip(segments, simulation.held(segments), strict=True):
             for t in held:
                 tensor = graph.tensors[t]
@@ -488,7 +520,10 @@ def _by_module(graph: CostGraph, schedule: Sequence[Segment[int]]) -> tuple[Modu
 
     count(graph, schedule, 1)
     rows = [
-        ModulePlan(m, int(a), int(b), c, d, int(n), tuple(unknown.get(m, ())), m in again)
+        ModulePlan(
+            *(m, int(a), int(b), c, d, int(n), tuple(unknown.get(m, ())), m in again),
+            pieces=tuple(pieces.get(m, ())),
+        )
         for m, (a, b, c, d, n) in saved.items()
     ]
     return tuple(sorted(rows, key=lambda m: -(m.saved_bytes + m.offloaded_bytes)))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from remat_kit._planner.graph import CostGraph
 from remat_kit._planner.simulate import Simulated
 from remat_kit._policy.schedule import Schedule
 
@@ -50,6 +51,8 @@ class Point:
         gap: ``extra_seconds`` less ``bound_extra_seconds``, as a fraction of the forward pass.
         schedule: the segments of the schedule.
         cost: the simulated memory and extra work, without arguments and results.
+        graph: if segments run in pieces, the cost graph of the divided program, to which the
+            schedule belongs; otherwise None.
         others: of a step with several losses, the points of its other losses. The figures are sums
             over all losses, and peaks are the largest.
     """
@@ -65,6 +68,7 @@ class Point:
     gap: float
     schedule: Schedule[int] = dataclasses.field(repr=False)
     cost: Simulated = dataclasses.field(repr=False)
+    graph: CostGraph | None = dataclasses.field(default=None, repr=False)
     others: tuple[Point, ...] = dataclasses.field(default=(), repr=False)
 
     @property

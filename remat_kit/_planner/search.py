@@ -440,8 +440,9 @@ class Search:
         size = self.measured(least) or 0
         point = self.points[least]
         start, stop = point.cost.peak_segment
-        holding = "; ".join(held_arrays(self.frontier.graph, start, stop))
-        place = self.frontier.graph.equations[min(start, self.frontier.equations - 1)].module
+        graph = self.frontier.graph_of(point)
+        holding = "; ".join(held_arrays(graph, start, stop))
+        place = graph.equations[min(start, len(graph.equations) - 1)].module
         given, reached = format_apart(limit, size)
         return UserError(
             f"`plan(..., budget={given!r})`: no schedule that was compiled fits. The least memory "
@@ -449,8 +450,12 @@ class Search:
             f"and results; its peak is in the {point.cost.peak_kind} pass at "
             f"{place or 'the top level'}, where these are the largest arrays: {holding}",
             hint="use a smaller batch or a chip with more memory; budget='min' returns the plan "
-            "with the least memory",
+            f"with the least memory{'' if self.has_pieces else ', and pieces=True may need less'}",
         )
+
+    @property
+    def has_pieces(self) -> bool:
+        return any(p.graph is not None for p in self.points)
 
     def phase(self, place: int) -> str:
         """Return the phase of the compiled peak, or "" if the compiler returned no program."""

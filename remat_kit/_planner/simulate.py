@@ -454,7 +454,7 @@ class Simulation:
                     last = max((u for u in tensor.users if u < stop), default=i)
                     live += tensor.bytes
                     dies[last] = dies.get(last, 0) + tensor.bytes
-            most = max(most, live)
+            most = max(most, live + self.graph.equations[i].transient_bytes)
             live -= dies.pop(i, 0)
         return float(most), rebuilt
 

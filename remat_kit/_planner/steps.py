@@ -59,6 +59,7 @@ def frontier_for(
     offload: bool,
     tick: Tick,
     call: str,
+    pieces: bool = False,
 ) -> tuple[Frontier, Argnums]:
     """Return the frontier of a loss or a step, and the positions of the parameters of a loss.
 
@@ -70,9 +71,9 @@ def frontier_for(
         check_options(objective, offload, chip, call)
         tick("tracing the loss")
         graph, around = _graph_of_loss(fn, args, chip, argnums, optimizer, call)
-        front = frontier_of(graph, around, chip, objective, offload, tick, begun, call)
+        front = frontier_of(graph, around, chip, objective, offload, tick, begun, call, pieces)
         return front, argnums
-    return frontier_of_step(step, fn, args, chip, objective, offload, tick, call), None
+    return frontier_of_step(step, fn, args, chip, objective, offload, tick, call, pieces), None
 
 
 def graphs_for(
@@ -138,13 +139,14 @@ def frontier_of_step(
     offload: bool,
     tick: Tick,
     call: str,
+    pieces: bool = False,
 ) -> Frontier:
     """Return the frontier of a step; the step is compiled once, without a plan.
 
     Args:
         step: the step with its losses.
         fn, args: the step as its user runs it, and its arguments.
-        chip, objective, offload, tick, call: as for `frontier_for`.
+        chip, objective, offload, tick, call, pieces: as for `frontier_for`.
 
     Raises:
         UserError: the step differentiates nothing.
@@ -167,6 +169,7 @@ def frontier_of_step(
             tick,
             begun,
             call,
+            pieces,
         )
         for loss, graph in zip(step.losses, graphs, strict=True)
     ]

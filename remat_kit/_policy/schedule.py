@@ -226,7 +226,7 @@ _MAX_SEGMENTS = 100_000
 _TWICE = "it keeps one value twice"
 
 
-_AS_WRITTEN = "leave the lines of a plan as `remat-kit plan --save` wrote them"
+AS_WRITTEN = "leave the lines of a plan as `remat-kit plan --save` wrote them"
 
 
 class _Reader:
@@ -249,7 +249,7 @@ class _Reader:
         return token
 
     def fault(self, reason: str) -> PolicyError:
-        return PolicyError(f"{self.where}: {reason}", hint=_AS_WRITTEN)
+        return PolicyError(f"{self.where}: {reason}", hint=AS_WRITTEN)
 
     def pair(self, separator: str) -> tuple[int, int]:
         pattern = rf"{_NUMBER}{re.escape(separator)}{_NUMBER}"
@@ -262,7 +262,7 @@ class _Reader:
             first, second = self.take(_PLACE).split(".")
             found.append((GIVEN if first == "in" else int(first), int(second)))
         if len({*found}) < len(found):
-            raise _unfit(f"{self.where}: {segment}: {_TWICE}")
+            raise unfit(f"{self.where}: {segment}: {_TWICE}")
         return frozenset(found)
 
     def line(self) -> Schedule[Place]:
@@ -368,7 +368,7 @@ def check(planned: str, program: Program, *, strict: bool, call: str) -> None:
         raise PolicyError(
             f"`{call}`: {_units.shortened(planned)} does not say which program the plan was made "
             "for",
-            hint=_AS_WRITTEN,
+            hint=AS_WRITTEN,
         )
     if before.get("joined") == now["joined"]:
         if strict:
@@ -414,15 +414,15 @@ def read(lines: Sequence[str], program: Program, *, call: str) -> Schedule[Place
         found += some
     end = found[-1].stop if found else 0
     if end != len(program.eqns):
-        raise _unfit(
+        raise unfit(
             f"`{call}`: the plan ends before equation {end}, but the program has "
             f"{len(program.eqns)}: the last ones are in no segment"
         )
     return tuple(found)
 
 
-def _unfit(message: str) -> PolicyError:
-    return PolicyError(message, hint=f"{_AS_WRITTEN}, or plan again for the program as it is now")
+def unfit(message: str) -> PolicyError:
+    return PolicyError(message, hint=f"{AS_WRITTEN}, or plan again for the program as it is now")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -440,7 +440,7 @@ class _CheckedSchedule:
     where: str
 
     def fault(self, segment: Segment[Place], reason: str) -> PolicyError:
-        return _unfit(f"{self.where}: {segment.start}:{segment.stop}: {reason}")
+        return unfit(f"{self.where}: {segment.start}:{segment.stop}: {reason}")
 
     def cover(
         self, segments: Sequence[Segment[Place]], start: int, stop: int | None = None
@@ -458,7 +458,7 @@ class _CheckedSchedule:
             self.one(s)
             start = s.stop
         if stop is not None and start != stop:
-            raise _unfit(f"{self.where}: the segments end at {start} instead of {stop}")
+            raise unfit(f"{self.where}: the segments end at {start} instead of {stop}")
 
     def one(self, s: Segment[Place]) -> None:
         for equation, output in (*sorted(s.save), *sorted(s.offload)):

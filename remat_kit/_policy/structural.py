@@ -351,6 +351,7 @@ class Automatic(Structural):
     objective: str
     path: str | None
     strict: bool
+    pieces: bool = False
     _head = "auto(budget"
     _takes_keep = False
 
@@ -360,6 +361,7 @@ class Automatic(Structural):
             "objective": (self.objective, "balanced"),
             "path": (self.path, None),
             "strict": (self.strict, False),
+            "pieces": (self.pieces, False),
         }
         given = [f"{name}={value!r}" for name, (value, usual) in rest.items() if value != usual]
         return f"auto({', '.join([repr(self.budget), *given])})"
@@ -372,6 +374,7 @@ def auto(
     objective: str = "balanced",
     path: str | None = None,
     strict: bool = False,
+    pieces: bool = False,
 ) -> Automatic:
     """Plan a loss or a training step at its first call, for the shapes that it is called with.
 
@@ -396,8 +399,10 @@ def auto(
       path: a recipe that is read if it exists and is of this program, and written otherwise.
       strict: whether a failure to plan is an error. By default it is a `RematKitWarning`, and the
         program runs as it is.
+      pieces: whether segments may run in pieces, as for `remat_kit.plan`.
 
     Raises:
       UserError: at the first call: ``budget`` is not an amount of memory.
     """
-    return Automatic(budget, target, objective, None if path is None else str(path), bool(strict))
+    where = None if path is None else str(path)
+    return Automatic(budget, target, objective, where, bool(strict), bool(pieces))

@@ -70,16 +70,22 @@ class Split:
     outputs: tuple[tuple[Any, Along | Partial], ...]
     how: Mapping[Any, Along | Partial]
 
-    def saved_bytes(self, pieces: int) -> float:
-        """Return by how much pieces reduce what is live, roughly: a score to compare axes with."""
-        handed_on = {v for v in self.program.outvars if not isinstance(v, jec.Literal)}
+    @property
+    def inside_bytes(self) -> int:
+        """The bytes of what only the loop computes and reads, if it runs as a whole."""
         leaving = {v for v, _ in self.outputs}
-        inside = sum(
+        return sum(
             _bytes(v)
             for i in self.ways
             for v in self.program.eqns[i].outvars
             if v not in leaving and not _ops.is_view(self.program.eqns[i])
         )
+
+    def saved_bytes(self, pieces: int) -> float:
+        """Return by how much pieces reduce what is live, roughly: a score to compare axes with."""
+        handed_on = {v for v in self.program.outvars if not isinstance(v, jec.Literal)}
+        leaving = {v for v, _ in self.outputs}
+        inside = self.inside_bytes
         crossing = sum(_bytes(v) for v in leaving - handed_on)
         crossing += sum(_bytes(v) for v, how in self.outputs if isinstance(how, Partial))
         made = {v for i in self.before for v in self.program.eqns[i].outvars}
@@ -188,6 +194,10 @@ class _Facts:
                 moving.update(eqn.outvars)
 
     @functools.cached_property
+    def returned(self) -> set[Any]:
+        return {v for v in self.program.outvars if not isinstance(v, jec.Literal)}
+
+    @functools.cached_property
     def given(self) -> set[Any]:
         return set(self.program.invars)
 
@@ -257,7 +267,14 @@ class _Region:
         return False
 
     def agrees(self, i: int, eqn: Any, way: Way) -> bool:
-        """Tell whether a way reads what is there: pieces of the region, whole values before it."""
+        """Tell whether a way reads what is there: pieces of the region, whole values before it.
+
+        An output that all pieces compute alike, such as a result of a loop that ignores the divided
+        input, does not leave the region, so nothing may read it.
+        """
+        for v, made in zip(eqn.outvars, way.outputs, strict=True):
+            if made is None and (v in self.facts.readers or v in self.facts.returned):
+                return False
         for v, wanted in zip(eqn.invars, way.inputs, strict=True):
             if isinstance(v, jec.Literal) or v not in self.how or self.how[v] == wanted:
                 continue

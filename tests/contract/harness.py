@@ -27,9 +27,12 @@ from programs import Program, scale_of
 
 import remat_kit
 from remat_kit import _jax
+from remat_kit._apply import divide as _divide
 from remat_kit._planner import frontier as _frontier
+from remat_kit._policy import divisions as _divisions
 from remat_kit._policy import schedule as _schedule
 from remat_kit._program import program as _program
+from remat_kit._program.split import Split
 
 # Programs have up to a few hundred operations; each may round differently by one unit, and an
 # ill-conditioned one makes more of it.
@@ -188,7 +191,8 @@ class Application:
 
     Attributes:
         policy: what `remat_kit.policy` takes; ``"plan:2"`` for the plan of a point of the
-            frontier, ``"schedule:7"`` for a random schedule.
+            frontier, ``"schedule:7"`` for a random schedule, ``"pieces:7"`` for a random schedule
+            of the program with random segments in pieces.
         at: as for `remat_kit.policy`.
         prevent_cse: as for `remat_kit.policy`.
     """
@@ -200,7 +204,8 @@ class Application:
     @property
     def is_plan(self) -> bool:
         """Whether the policy is a schedule of one program."""
-        return isinstance(self.policy, str) and self.policy.startswith(("plan:", "schedule:"))
+        kinds = ("plan:", "schedule:", "pieces:")
+        return isinstance(self.policy, str) and self.policy.startswith(kinds)
 
     @property
     def whole(self) -> bool:
@@ -213,7 +218,7 @@ class Application:
             kind, _, number = what.partition(":")
             if kind == "plan":
                 return _planned(fn, program, args, int(number))
-            return _scheduled(fn, args, int(number))
+            return _scheduled(fn, args, int(number), in_pieces=kind == "pieces")
         return remat_kit.policy(what, at=self.at, prevent_cse=self.prevent_cse)(fn)
 
 
@@ -251,11 +256,35 @@ def _of_arrays(plan: Any, fn: Fn) -> Fn:
     return planned
 
 
-def _scheduled(fn: Fn, args: Sequence[Any], seed: int) -> Fn:
+def _scheduled(fn: Fn, args: Sequence[Any], seed: int, *, in_pieces: bool) -> Fn:
     _, of_arrays, given = _flat(fn, args)
     flat = _program.flat_program(jax.make_jaxpr(of_arrays)(*given))
-    lines = _schedule.lines(_random_schedule(flat, np.random.default_rng(seed)))
-    return _of_arrays(remat_kit.planned(_schedule.describe(flat), *lines), fn)
+    rng = np.random.default_rng(seed)
+    described, divisions = _schedule.describe(flat), []
+    if in_pieces:
+        divisions = _random_divisions(flat, rng)
+        flat = _divide.divided(flat, divisions).program
+    lines = *_divisions.lines(divisions), *_schedule.lines(_random_schedule(flat, rng))
+    return _of_arrays(remat_kit.planned(described, *lines), fn)
+
+
+def _random_divisions(flat: Any, rng: Any) -> list[Any]:
+    """Return segments that can run in pieces, around some of the program's values."""
+    found, start = [], 0
+    for i, eqn in enumerate(flat.eqns):
+        for j, v in enumerate(eqn.outvars):
+            shape = getattr(v.aval, "shape", ())
+            if i < start or not shape or rng.random() < 0.3:
+                continue
+            axis = int(rng.integers(0, len(shape)))
+            low = int(rng.integers(start, i + 1))
+            high = int(rng.integers(i + 1, min(i + 8, len(flat.eqns)) + 1))
+            part = _divide.segment_of(flat, low, high)
+            if isinstance(_divide.split_of(part, (i - low, j), axis), Split):
+                pieces = int(rng.integers(2, shape[axis] + 1))
+                found.append(_divisions.Division(low, high, pieces, (i, j), axis))
+                start = high
+    return found
 
 
 def _random_schedule(flat: Any, rng: Any) -> list[Any]:

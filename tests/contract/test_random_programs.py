@@ -23,7 +23,7 @@ GROUPS = {
     "gradient": (
         ("gradient", "gradient of one", "pullback", "accumulated", "over a loop", "trained"),
         ("traced", "traced", "vmap"),
-        0.40,
+        0.30,
     ),
     "jvp": (("jvp", "jvp of one", "linearized"), ("traced", "vmap"), 0.15),
     "second order": (
@@ -37,6 +37,19 @@ GROUPS = {
         0.08,
     ),
     "planned": (("gradient", "gradient of one", "mixed", "value"), ("traced",), 0.02),
+    "in pieces": (
+        (
+            "gradient",
+            "gradient of one",
+            "pullback",
+            "jvp",
+            "over a loop",
+            "mixed",
+            "gradient of jvp",
+        ),
+        ("traced", "traced", "vmap", "jit"),
+        0.10,
+    ),
 }
 
 
@@ -48,7 +61,8 @@ def test_the_shares_add_up():
 @pytest.mark.filterwarnings("ignore::UserWarning")  # a policy need not fit a random program
 def test_random_programs(group):
     transforms, modes, share = GROUPS[group]
-    how = strategies.plans if group == "planned" else strategies.applications
+    special = {"planned": strategies.plans, "in pieces": strategies.in_pieces}
+    how = special.get(group, strategies.applications)
 
     @settings(
         max_examples=max(1, round(EXAMPLES * share)),

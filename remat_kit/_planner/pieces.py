@@ -1,0 +1,396 @@
+"""Which segments of a program should run in pieces, along which axis, and in how many?
+
+No schedule has a lower peak than the largest working set of one operation: the logits of a language
+model, the scores of a long attention, the first convolutions of an image network. A segment in k
+pieces needs about 1/k of it. `variants` proposes programs with segments in pieces, each of which is
+then planned like any other program (module `divided`):
+
+1. The largest array of the program that is in no segment yet gives the next segments, one for each
+   array of about its size. A segment begins where its inputs are narrow, that is, at most half of
+   the array, and ends where what it hands on is narrow again. So the equal blocks of a model get
+   equal segments.
+2. Each axis of the array is tried. `remat_kit._program.split` says whether it can be divided.
+3. The number of pieces is the smallest power of two at which the segment is no longer what needs
+   the most memory. Of several axes the fastest one wins: where pieces read the weights as a whole,
+   they read them k times.
+
+Example: GPT-2 with 12 layers and a batch of 8 has logits of 1570 MiB, scores of 384 MiB in each
+block and hidden layers of 96 MiB. The first variant has the loss head in pieces, the second the
+twelve attentions as well, and the third also the twelve MLPs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.extend.core as jec
+import jax.numpy as jnp
+
+from remat_kit._apply.divide import divided, segment_of, split_of
+from remat_kit._apply.pieces import PieceLoop
+from remat_kit._apply.region import relative
+from remat_kit._planner import divided as _divided
+from remat_kit._planner.build import LinkedChip, PieceCost
+from remat_kit._planner.graph import CostGraph, Tensor
+from remat_kit._planner.mincut import Worth
+from remat_kit._planner.proposals import Candidate, proposed
+from remat_kit._policy.divisions import Division
+from remat_kit._program import ops as _ops
+from remat_kit._program.split import Split
+from remat_kit._program.structure import structure_of
+
+# An array is narrow if it has at most this share of the bytes of the array that is divided.
+_NARROW = 0.5
+
+# Arrays of at least this share of the largest one are divided together with it.
+_ALIKE = 0.75
+
+# The search for the end of a segment gives up after this many equations.
+_LONGEST = 400
+
+# More pieces than this are never proposed.
+_MOST_PIECES = 64
+
+# Twice as many pieces must need at most this share of the memory, or they are not worth it.
+_GAIN = 0.85
+
+# The search for more segments ends if the peak does not fall below this share of the least so far.
+_PROGRESS = 0.98
+
+# Arrays below this share of the largest working set are not worth dividing.
+_SMALLEST = 1 / 64
+
+
+@dataclasses.dataclass(frozen=True)
+class PieceWay:
+    """One way to run a segment in pieces, and its cost."""
+
+    division: Division
+    cost: PieceCost
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A segment, and all ways to run it in pieces that are worth considering."""
+
+    start: int
+    stop: int
+    ways: tuple[PieceWay, ...]
+
+    def fitting(self, most: float) -> PieceWay:
+        """Return the fastest way that needs at most some bytes, or else the one that needs least.
+
+        More pieces that save little are not used.
+        """
+
+        def time(way: PieceWay) -> tuple[float, int, int]:
+            d = way.division
+            return 2 * way.cost.seconds + way.cost.backward_seconds, d.pieces, d.axis
+
+        fits = [w for w in self.ways if w.cost.backward_bytes <= most]
+        if fits:
+            return min(fits, key=time)
+        least = min(w.cost.backward_bytes for w in self.ways)
+        return min((w for w in self.ways if w.cost.backward_bytes * _GAIN <= least), key=time)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A program with segments in pieces, and its schedules.
+
+    Attributes:
+        graph: the cost graph of the divided program.
+        candidates: schedules of it.
+    """
+
+    graph: CostGraph
+    candidates: Sequence[Candidate]
+
+    def extra(self, graph: CostGraph) -> tuple[float, float]:
+        """Return the FLOPs and the seconds that the pieces cost under every schedule.
+
+        Args:
+            graph: the cost graph of the program without pieces.
+        """
+        own = self.graph
+        flops = own.again_flops + max(0.0, own.forward_flops - graph.forward_flops)
+        longer = own.forward_seconds + own.backward_seconds
+        longer -= graph.forward_seconds + graph.backward_seconds
+        return flops, max(own.again_seconds, longer)
+
+
+def is_partitioned(graph: CostGraph) -> bool:
+    """Tell whether the arrays of a graph are parts of those of the program, on one device each."""
+    return any(t.shape != getattr(_aval(graph, t.index), "shape", ()) for t in graph.tensors)
+
+
+def explored(
+    graph: CostGraph,
+    chip: LinkedChip,
+    worth: Worth,
+    host_bandwidth: float,
+    host_bytes: float,
+    tick: Callable[[str], None],
+) -> Iterator[Variant]:
+    """Yield programs with more and more segments in pieces, while these lower the peak.
+
+    Args:
+        graph: the cost graph of the program as it is.
+        chip: the chip of the graph.
+        worth, host_bandwidth, tick: as for `proposals.proposed`.
+        host_bytes: the most that a schedule may offload.
+    """
+    least, useless = math.inf, 0
+    for variant in variants(graph, chip):
+        divisions = variant.divided.divisions if variant.divided else ()
+        shared = len({(d.stop - d.start, d.pieces) for d in divisions})
+        tick(f"planning with {shared} kinds of segments in pieces")
+        found = proposed(
+            variant,
+            levels=8,
+            slots=120,
+            host_bandwidth=host_bandwidth,
+            host_bytes=host_bytes,
+            worth=worth,
+        )
+        found = [c for c in found if c.cost.host_bytes <= host_bytes]
+        yield Variant(variant, found)
+        peak = min(c.cost.peak_bytes for c in found)
+        useless = useless + 1 if peak > _PROGRESS * least else 0
+        least = min(peak, least)
+        if useless == 2:
+            return
+
+
+def variants(graph: CostGraph, chip: LinkedChip, most: int = 10) -> Iterator[CostGraph]:
+    """Yield cost graphs of the program with more and more segments in pieces.
+
+    Args:
+        graph: the cost graph of the program as it is.
+        chip: the chip of the graph.
+        most: maximum number of variants.
+    """
+    searches = list(_searches(graph, chip))
+    smallest = _SMALLEST * max(s.largest_working_set() for s in searches)
+    seen = set[tuple[Division, ...]]()
+    while (largest := max(s.largest_left() for s in searches)) > smallest:
+        for search in searches:
+            search.grow(_ALIKE * largest)
+        for share in (2, 1):
+            target = share * max(s.largest_working_set() for s in searches)
+            found = tuple(d for s in searches for d in s.divisions(target))
+            if found and found not in seen and len(seen) < most:
+                seen.add(found)
+                yield _divided.graph_of(graph, divided(graph.program, found, "frontier"), chip)
+
+
+def _searches(
+    graph: CostGraph, chip: LinkedChip, loop: tuple[int, ...] = ()
+) -> Iterator[_SegmentSearch]:
+    """Yield the search in a program, and those in the bodies of its scans."""
+    yield _SegmentSearch(graph, chip, loop)
+    for e in graph.equations:
+        if e.loop is not None and not e.loop.graph.program.consts:
+            yield from _searches(e.loop.graph, chip, (*loop, e.index))
+
+
+class _SegmentSearch:
+    """The search for segments of one program, or of the body of a scan in it."""
+
+    def __init__(self, graph: CostGraph, chip: LinkedChip, loop: tuple[int, ...]):
+        self.graph = graph
+        self.chip = chip
+        self.loop = loop
+        self.program = graph.program
+        self.options: list[Option] = []
+        self.blocked = set[int]()  # arrays that cannot be divided
+        self.sizes = [_ops.nbytes(_aval(graph, t.index)) for t in graph.tensors]
+        self.known: dict[Any, tuple[tuple[int, int, PieceCost], ...]] = {}
+
+    # .. which segments
+
+    @property
+    def inside(self) -> set[int]:
+        """The equations that are in segments."""
+        return {i for o in self.options for i in range(o.start, o.stop)}
+
+    def left(self) -> list[Tensor]:
+        """Return the arrays in no segment that may be divided."""
+        inside = self.inside
+        return [
+            t
+            for t in self.graph.tensors
+            if t.producer >= 0
+            and t.active
+            and t.index not in self.blocked
+            and t.producer not in inside
+            and self.graph.equations[t.producer].loop is None
+        ]
+
+    def largest_left(self) -> int:
+        return max((t.bytes for t in self.left()), default=0)
+
+    def grow(self, least: float) -> None:
+        """Add the segments of all arrays of at least some bytes."""
+        for t in self.left():
+            if t.bytes < least or any(o.start <= t.producer < o.stop for o in self.options):
+                continue
+            option = self.option(t.index, self.options)
+            if option is None:
+                self.blocked.add(t.index)
+            else:
+                self.options.append(option)
+        self.options.sort(key=lambda o: o.start)
+
+    def divisions(self, most: float) -> list[Division]:
+        """Return the segments in so many pieces that each needs at most some bytes."""
+        found = (o.fitting(most).division for o in self.options)
+        return [dataclasses.replace(d, loop=self.loop) for d in found]
+
+    def largest_working_set(self) -> float:
+        """Return the bytes that the derivative of one operation in no segment needs at most."""
+        inside, tensors, most = self.inside, self.graph.tensors, 0
+        for e in self.graph.equations:
+            if e.index in inside or e.loop is not None:
+                continue
+            held = {t for t in (*e.needs, *e.makes, *e.reads) if tensors[t].in_memory}
+            flowing = {t for t in (*e.makes, *e.reads) if tensors[t].producer >= 0}
+            size = sum(tensors[t].bytes for t in held) + e.working_bytes
+            most = max(most, size + sum(tensors[t].cotangent_bytes for t in flowing))
+        return most
+
+    def option(self, t: int, options: Sequence[Option]) -> Option | None:
+        """Return the segment around an array, if it can run in pieces."""
+        at = self.graph.tensors[t].producer
+        low = max((o.stop for o in options if o.stop <= at), default=0)
+        high = min((o.start for o in options if o.start > at), default=len(self.program.eqns))
+        found = self.segment(t, low, high)
+        if found is None:
+            return None
+        start, stop = found
+        ways = self.ways(start, stop, (at, self.graph.tensors[t].position))
+        return Option(start, stop, ways) if ways else None
+
+    def segment(self, t: int, low: int, high: int) -> tuple[int, int] | None:
+        """Return where the segment around an array begins and ends."""
+        wide = _NARROW * self.sizes[t]
+        first = self.graph.tensors[t].producer
+        stop = self.narrow_end(t, high)
+        if stop is None:
+            return None
+        start, todo = first, list(range(first, stop))
+        while todo:
+            for r in self.graph.equations[todo.pop()].reads:
+                producer = self.graph.tensors[r].producer
+                if self.sizes[r] > wide and low <= producer < start:
+                    todo += range(producer, start)
+                    start = producer
+        return start, stop
+
+    def narrow_end(self, t: int, high: int) -> int | None:
+        """Return the first position after an array where little that depends on it is live."""
+        graph, wide = self.graph, _NARROW * self.sizes[t]
+        first = graph.tensors[t].producer
+        outputs = {o for o in graph.outputs if o >= 0}
+        live: dict[int, int] = {}  # what depends on the array: its last reader
+        depends = set[int]()
+        best: tuple[int, int] | None = None
+        for i in range(first, min(high, first + _LONGEST)):
+            e = graph.equations[i]
+            if i == first or not depends.isdisjoint(e.reads):
+                for m in e.makes:
+                    depends.add(m)
+                    users = graph.tensors[m].users
+                    live[m] = len(graph.equations) if m in outputs else max(users, default=i)
+            crossing = sum(self.sizes[m] for m, last in live.items() if last > i)
+            if i > first and crossing <= wide and (best is None or crossing < best[0]):
+                best = crossing, i + 1
+            # A few equations more may hand on even less.
+            if best is not None and (crossing > wide or i + 1 >= best[1] + 8):
+                break
+        return None if best is None else best[1]
+
+    # .. in which pieces
+
+    def ways(self, start: int, stop: int, place: tuple[int, int]) -> tuple[PieceWay, ...]:
+        """Return the ways to run a segment in pieces; empty if there is none."""
+        _, part = relative(segment_of(self.program, start, stop))
+        inside = place[0] - start, place[1]
+        active = self.active(start, stop)
+        key = structure_of(part), inside, tuple(sorted(active))
+        if key not in self.known:
+            self.known[key] = tuple(self.costs(part, inside, active))
+        return tuple(
+            PieceWay(Division(start, stop, pieces, place, axis), cost)
+            for axis, pieces, cost in self.known[key]
+        )
+
+    def active(self, start: int, stop: int) -> set[int]:
+        """Return which inputs of a segment, by number, have a cotangent."""
+        part = segment_of(self.program, start, stop)
+        tensor = self.tensor_of
+        return {
+            k
+            for k, v in enumerate(part.invars)
+            if jnp.issubdtype(v.aval.dtype, jnp.inexact) and self.graph.tensors[tensor[v]].active
+        }
+
+    @functools.cached_property
+    def tensor_of(self) -> dict[Any, int]:
+        """The tensor of each variable of the program."""
+        found = {v: k for k, v in enumerate(self.program.invars)}
+        for eqn, e in zip(self.program.eqns, self.graph.equations, strict=True):
+            if e.makes:
+                found.update(zip(eqn.outvars, e.makes, strict=True))
+            elif len(eqn.outvars) == 1 and not isinstance(eqn.invars[0], jec.Literal):
+                found[eqn.outvars[0]] = found[eqn.invars[0]]
+        return found
+
+    def costs(
+        self, part: Any, place: tuple[int, int], active: set[int]
+    ) -> Iterator[tuple[int, int, PieceCost]]:
+        """Yield axes of a value, numbers of pieces, and what they cost."""
+        number = {v: k for k, v in enumerate(part.invars)}
+        value = part.eqns[place[0]].outvars[place[1]]
+        for axis in range(len(value.aval.shape)):
+            split = split_of(part, place, axis)
+            if not isinstance(split, Split) or not self.is_worth(split):
+                continue
+            mask = self.mask(split, number, active)
+            pieces, least = 2, None
+            while pieces <= min(split.n, _MOST_PIECES):
+                loop = PieceLoop(split, -(-split.n // pieces))
+                cost = _divided.cost_of(loop, mask(loop), self.chip)
+                if least is not None and cost.backward_bytes > 0.95 * least:
+                    break
+                least = cost.backward_bytes
+                yield axis, pieces, cost
+                pieces *= 2
+
+    def is_worth(self, split: Split) -> bool:
+        """Tell whether what leaves the loop is less than half of what is inside."""
+        return split.saved_bytes(split.n) > 0
+
+    def mask(self, split: Split, number: dict[Any, int], active: set[int]) -> Any:
+        """Return a function that says which inputs of a loop have a cotangent."""
+        moving = {v for v, k in number.items() if k in active}
+        for i in (*split.before,):
+            eqn = split.program.eqns[i]
+            if any(not isinstance(v, jec.Literal) and v in moving for v in eqn.invars):
+                moving.update(v for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact))
+
+        def of(loop: PieceLoop) -> tuple[bool, ...]:
+            return tuple(v in moving for v, _ in loop.inputs)
+
+        return of
+
+
+def _aval(graph: CostGraph, t: int) -> Any:
+    tensor = graph.tensors[t]
+    if tensor.producer < 0:
+        return graph.program.invars[tensor.position].aval
+    return graph.program.eqns[tensor.producer].outvars[tensor.position].aval

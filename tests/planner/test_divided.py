@@ -1,0 +1,80 @@
+"""What a loop over pieces costs, by the model and by the compiler."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_kit import measure, planned, policy, target
+from remat_kit._apply.divide import divided
+from remat_kit._planner import build, simulate
+from remat_kit._planner import divided as _divided
+from remat_kit._policy import schedule as _schedule
+from remat_kit._policy.divisions import Division, lines
+from remat_kit._policy.schedule import Segment
+
+
+def head(w, x, labels):
+    logits = jax.nn.log_softmax(jnp.tanh(x) @ w)
+    return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], axis=1))
+
+
+ARGS = (
+    jax.ShapeDtypeStruct((64, 8192), jnp.float32),
+    jax.ShapeDtypeStruct((2048, 64), jnp.float32),
+    jax.ShapeDtypeStruct((2048,), jnp.int32),
+)
+
+
+def graph(pieces, axis=0, chip="cpu"):
+    whole = build.trace(head, ARGS, target(chip))
+    (at,) = (e.index for e in whole.equations if e.primitive == "dot_general")
+    division = Division(at, len(whole.equations), pieces, (at, 0), axis)
+    found = divided(whole.program, [division])
+    return whole, _divided.graph_of(whole, found, target(chip)), division
+
+
+def loop_of(found):
+    (at,) = found.divided.loops
+    return found.equations[at]
+
+
+def test_more_pieces_need_less_memory_and_no_less_time():
+    costs = [loop_of(graph(k)[1]) for k in (2, 4, 8, 16)]
+    for more, fewer in itertools.pairwise(costs):
+        assert fewer.working_bytes < more.working_bytes
+        assert fewer.transient_bytes < more.transient_bytes
+        assert fewer.flops == pytest.approx(more.flops, rel=0.01)
+        # The weights are read, and their gradient is added up, once for each piece.
+        assert fewer.seconds >= more.seconds
+        assert fewer.backward_seconds > more.backward_seconds
+    logits = 2048 * 8192 * 4
+    assert logits / 2 <= costs[0].transient_bytes <= 1.2 * logits
+
+
+def test_the_loop_is_computed_again():
+    whole, found, _ = graph(8)
+    loop = loop_of(found)
+    assert found.again_flops == loop.again_flops == loop.flops
+    assert loop.flops == pytest.approx(whole.forward_flops, rel=0.05)
+
+
+def test_prediction_and_compiler():
+    for pieces in (4, 8):
+        whole, found, division = graph(pieces)
+        count = len(found.equations)
+        plain = (Segment(0, count, plain=True),)
+        lean = policy(
+            planned(_schedule.describe(whole.program), *lines([division]), f"0:{count} plain")
+        )(head)
+        memory = measure(lean, *ARGS, target="cpu")
+        predicted = simulate.simulate(found, plain).peak_bytes + memory.argument_bytes
+        assert predicted == pytest.approx(memory.peak_bytes, rel=0.1)
+
+
+def test_pieces_of_the_last_axis_are_not_proposed_for_a_softmax():
+    with pytest.raises(Exception, match="cannot run in pieces"):
+        graph(8, axis=1)

@@ -1,0 +1,179 @@
+"""The planner chooses segments, axes and numbers of pieces."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from zoo import load
+
+import remat_kit
+from remat_kit import UserError, frontier, plan, policy, target
+from remat_kit._planner import build, pieces
+from remat_kit._planner.mincut import TIME
+from remat_kit._policy.divisions import is_division
+
+GPT = {"layers": 2, "width": 32, "heads": 4, "vocab": 2048, "seq": 128, "batch": 4}
+
+
+@functools.cache
+def gpt(**more):
+    return load("gpt").build(**GPT, **more)
+
+
+def norm(tree):
+    return sum(float(jnp.sum(x**2)) for x in jax.tree.leaves(tree)) ** 0.5
+
+
+@functools.cache
+def planned_least():
+    fn, args = gpt()
+    return plan(fn, *args, target="cpu", budget="min", pieces=True, compiles=2)
+
+
+@functools.cache
+def found(**more):
+    fn, args = gpt(**more)
+    return [
+        frontier(fn, *args, target="cpu", objective="balanced", pieces=on) for on in (False, True)
+    ]
+
+
+def test_variants_divide_the_largest_arrays_first_and_equal_blocks_alike():
+    fn, args = gpt()
+    graph = build.trace(fn, args, target("cpu"))
+    some = [v.divided.divisions for v in pieces.variants(graph, target("cpu"))]
+    assert len(some[0]) == 1  # the loss head
+    (last,) = some[0]
+    assert graph.program.eqns[last.of[0]].outvars[0].aval.shape == (4, 128, 2048)
+    for divisions in some:
+        by_size = {}
+        for d in divisions:
+            shape = graph.program.eqns[d.of[0]].outvars[0].aval.shape
+            by_size.setdefault(shape, set()).add((d.stop - d.start, d.pieces, d.axis))
+        assert all(len(alike) == 1 for alike in by_size.values())
+        counts = [
+            sum(graph.program.eqns[d.of[0]].outvars[0].aval.shape == shape for d in divisions)
+            for shape in by_size
+        ]
+        assert set(counts) <= {1, 2}
+        assert all(a.stop <= b.start for a, b in itertools.pairwise(divisions))
+
+
+def test_the_frontier_goes_on_below_the_least_without_pieces():
+    without, with_pieces = found()
+    least, lower = without.points[0], with_pieces.points[0]
+    assert lower.graph is not None
+    assert lower.predicted_peak_bytes < 0.5 * least.predicted_peak_bytes
+    points = with_pieces.points
+    for a, b in itertools.pairwise(points):
+        assert a.predicted_peak_bytes < b.predicted_peak_bytes
+        assert a.extra_work > b.extra_work
+    # Without a budget, nothing runs in pieces.
+    assert points[-1].extra_flops == 0
+    assert points[-1].graph is None
+
+
+def test_no_budget_takes_more_work_with_pieces():
+    without, with_pieces = found()
+    for point in without.points:
+        within = [
+            p for p in with_pieces.points if p.predicted_peak_bytes <= point.predicted_peak_bytes
+        ]
+        best = min(within, key=lambda p: p.extra_work)
+        assert best.extra_flops <= point.extra_flops * (1 + 1e-6)
+        assert best.extra_seconds <= point.extra_seconds * (1 + 1e-6)
+
+
+def test_the_default_has_no_pieces():
+    without, _ = found()
+    for point in (*without.points, *without.leaner):
+        assert point.graph is None
+        assert not any(map(is_division, without.policy(point).lines))
+
+
+def test_a_plan_is_compiled_applied_and_explained():
+    fn, _ = gpt()
+    lean = planned_least()
+    assert lean.compiled_peak_bytes < 0.5 * found()[0].points[0].predicted_peak_bytes
+    assert any(map(is_division, lean.lines))
+    text = str(lean.explain())
+    assert "in pieces: " in text
+    assert "of axis 1 of float32[4,128,2048]" in text
+    assert any(m.pieces for m in lean.modules)
+    values = load("gpt").build(**GPT, materialize=True)[1]
+    grads = [jax.grad(f)(*values) for f in (fn, policy(repr(lean.policy))(fn))]
+    difference = jax.tree.map(jnp.subtract, *grads)
+    assert norm(difference) < 1e-5 * norm(grads[0])
+
+
+def test_a_plan_is_saved_and_read(tmp_path):
+    fn, args = gpt()
+    lean = planned_least()
+    lean.save(tmp_path / "plan.toml")
+    read = policy(str(tmp_path / "plan.toml"))(fn)
+    expected = remat_kit.measure(policy(lean)(fn), *args, target="cpu")
+    assert remat_kit.measure(read, *args, target="cpu").temp_bytes == expected.temp_bytes
+
+
+def test_layers_in_a_scan():
+    without, with_pieces = found(scan=True)
+    least = with_pieces.points[0]
+    assert least.predicted_peak_bytes < 0.5 * without.points[0].predicted_peak_bytes
+    assert any(d.loop for d in least.graph.divided.divisions)
+
+
+@pytest.mark.slow
+def test_a_step():
+    fn, args = gpt()
+
+    def step(params, tokens):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(fn)(params, tokens))
+
+    lean = plan(jax.jit(step), *args, target="cpu", budget="min", pieces=True, compiles=2)
+    assert lean.step
+    assert any(map(is_division, lean.lines))
+    assert lean.compiled_peak_bytes < 0.6 * lean.baseline.peak_bytes
+
+
+def test_a_program_without_segments_to_divide():
+    def small(w, x):
+        return jnp.sum(jnp.sort(jnp.cumsum((x @ w).ravel())))
+
+    args = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
+    graph = build.trace(small, args, target("cpu"))
+    assert list(pieces.explored(graph, target("cpu"), TIME, 0.0, lambda what: None)) == []
+    both = [frontier(small, *args, pieces=on) for on in (False, True)]
+    assert [len(f.points) for f in both] == [len(both[0].points)] * 2
+
+
+def test_a_batch_that_fits():
+    def build(batch=8):
+        w = jax.ShapeDtypeStruct((16, 4096), jnp.float32)
+        x = jax.ShapeDtypeStruct((batch, 16), jnp.float32)
+        return lambda w, x: jnp.mean(jax.nn.logsumexp(x @ w, axis=-1)), (w, x)
+
+    how = {"target": "cpu@4MiB", "policy": "plan", "at_most": 1024}
+    without, with_pieces = (remat_kit.max_batch(build, pieces=on, **how) for on in (False, True))
+    assert with_pieces.batch > 2 * without.batch
+    with pytest.raises(UserError, match="pieces=True"):
+        remat_kit.max_batch(build, target="cpu@4MiB", pieces=True)
+    cells = remat_kit.fit(
+        build, batches=[without.batch * 2], policies=["plan"], targets=["cpu@4MiB"], pieces=True
+    )
+    assert [c.fits for c in cells.cells] == [False, True]
+
+
+@pytest.mark.slow
+def test_auto_with_pieces():
+    fn, args = gpt()
+    auto = remat_kit.auto("min", target="cpu", pieces=True)
+    assert repr(auto) == "auto('min', target='cpu', pieces=True)"
+    values = load("gpt").build(**GPT, materialize=True)[1]
+    lean = remat_kit.policy(auto)(fn)
+    memory = remat_kit.measure(lean, *args, target="cpu")
+    assert memory.temp_bytes < 0.5 * remat_kit.measure(fn, *args, target="cpu").temp_bytes
+    assert jnp.isfinite(jax.value_and_grad(lean)(*values)[0])
