@@ -60,7 +60,7 @@ from remat_kit._program.gradient import (
 from remat_kit._program.losses import Loss
 from remat_kit._program.ops import is_fusible, is_view, reduces
 from remat_kit._program.program import Program, flat_program
-from remat_kit._program.sharding import Shard, Shards, SplitProduct
+from remat_kit._program.sharding import ValueShard, Shards, SplitProduct
 
 
 class LinkedChip(Chip, Linked, Protocol):
@@ -303,7 +303,7 @@ class _Builder:
         self.shards = shards
         self.index: dict[Any, int] = {}  # variable -> tensor
         self.made: list[tuple[Any, int, int]] = []  # aval on a device, producer, position
-        self.split: dict[Any, Shard] = {}  # variable -> what a device has of it
+        self.split: dict[Any, ValueShard] = {}  # variable -> what a device has of it
         if shards is not None:
             self.axes = shards.axes
             makers = zip(program.eqns, shards.results, strict=True)

@@ -49,7 +49,7 @@ def result_shards(
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class ValueShard:
     """What one device has of an array.
 
     Attributes:
@@ -61,14 +61,14 @@ class Shard:
     shape: Shape
     axes: tuple[tuple[str, ...], ...]
 
-    def without(self, dimensions: int) -> Shard:
+    def without(self, dimensions: int) -> ValueShard:
         """Return it without its first dimensions."""
-        return Shard(self.shape[dimensions:], self.axes[dimensions:])
+        return ValueShard(self.shape[dimensions:], self.axes[dimensions:])
 
 
 def _results(
     fn: Callable[..., Sequence[Any]], structs: Sequence[jax.ShapeDtypeStruct]
-) -> tuple[list[Shard], dict[str, int]] | None:
+) -> tuple[list[ValueShard], dict[str, int]] | None:
     """Return what one device has of each result, and the axes of the mesh."""
     traced = jax.jit(fn).trace(*structs)
     shapes = [tuple(info.shape) for info in traced.out_info]
@@ -150,8 +150,8 @@ class Shards:
         axes: the names and sizes of the axes of the mesh.
     """
 
-    inputs: tuple[Shard, ...]
-    results: tuple[tuple[Shard, ...], ...]
+    inputs: tuple[ValueShard, ...]
+    results: tuple[tuple[ValueShard, ...], ...]
     bodies: Mapping[int, Shards]
     axes: tuple[tuple[str, int], ...]
 
@@ -248,21 +248,21 @@ def _lowered(traced: Any) -> Any:
     return None
 
 
-def _shard(shape: Shape, sharding: str, sizes: dict[str, int]) -> Shard:
+def _shard(shape: Shape, sharding: str, sizes: dict[str, int]) -> ValueShard:
     """Return what one device has of an array.
 
     >>> _shard((16, 8), '<@mesh, [{"data", "model"}, {"x":(1)2, ?}]>', {"data": 2, "model": 4})
-    Shard(shape=(2, 4), axes=(('data', 'model'), ()))
+    ValueShard(shape=(2, 4), axes=(('data', 'model'), ()))
     """
     axes = _axes(sharding)
     if len(axes) != len(shape):
-        return Shard(shape, ((),) * len(shape))
+        return ValueShard(shape, ((),) * len(shape))
     counts = [
         math.prod(int(part) if part else sizes.get(name, 1) for name, part in parts)
         for parts in axes
     ]
     named = tuple(tuple(name for name, part in parts if not part) for parts in axes)
-    return Shard(tuple(-(-n // count) for n, count in zip(shape, counts, strict=True)), named)
+    return ValueShard(tuple(-(-n // count) for n, count in zip(shape, counts, strict=True)), named)
 
 
 # -- products -------------------------------------------------------------------------------------
@@ -281,18 +281,20 @@ class SplitProduct:
     sums: tuple[str, ...]
 
 
-def split_product(numbers: Any, left: Shard, right: Shard, out: Shard) -> SplitProduct:
+def split_product(
+    numbers: Any, left: ValueShard, right: ValueShard, out: ValueShard
+) -> SplitProduct:
     """Return how devices compute a matrix product, from the shardings of its values.
 
     An operand is gathered over an axis that splits a dimension of it and another dimension of the
     result. The parameters of fully sharded training are: their rows are split over the axis of
     the batch.
 
-    >>> x, w = Shard((2, 8), (("data",), ())), Shard((2, 6), (("data",), ()))
-    >>> split_product((((1,), (0,)), ((), ())), x, w, Shard((2, 6), (("data",), ())))
+    >>> x, w = ValueShard((2, 8), (("data",), ())), ValueShard((2, 6), (("data",), ()))
+    >>> split_product((((1,), (0,)), ((), ())), x, w, ValueShard((2, 6), (("data",), ())))
     SplitProduct(gathers=((), ('data',)), sums=())
-    >>> x, w = Shard((8, 2), ((), ("model",))), Shard((2, 6), (("model",), ()))
-    >>> split_product((((1,), (0,)), ((), ())), x, w, Shard((8, 6), ((), ())))
+    >>> x, w = ValueShard((8, 2), ((), ("model",))), ValueShard((2, 6), (("model",), ()))
+    >>> split_product((((1,), (0,)), ((), ())), x, w, ValueShard((8, 6), ((), ())))
     SplitProduct(gathers=((), ()), sums=('model',))
 
     Args:

@@ -53,7 +53,9 @@ def own_cache(tmp_path, monkeypatch):
 def test_a_step_is_planned_for_the_shapes_of_its_call(capsys, monkeypatch):
     made = []
     real = planner.frontier_of_step
-    monkeypatch.setattr(planner, "frontier_of_step", lambda *args: made.append(1) or real(*args))
+    monkeypatch.setattr(
+        planner, "frontier_of_step", lambda *args, **how: made.append(1) or real(*args, **how)
+    )
     step = step_of(deep)
     lean = policy(auto(0.7))(step)
     for _ in range(2):

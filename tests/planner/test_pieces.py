@@ -145,7 +145,7 @@ def test_a_program_without_segments_to_divide():
 
     args = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
     graph = build.trace(small, args, target("cpu"))
-    assert list(pieces.explored(graph, target("cpu"), TIME, 0.0, lambda what: None)) == []
+    assert list(pieces.explored(graph, target("cpu"), TIME, 0.0, 0.0, lambda what: None)) == []
     both = [frontier(small, *args, pieces=on) for on in (False, True)]
     assert [len(f.points) for f in both] == [len(both[0].points)] * 2
 
