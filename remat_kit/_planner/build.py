@@ -60,7 +60,7 @@ from remat_kit._program.gradient import (
 from remat_kit._program.losses import Loss
 from remat_kit._program.ops import is_fusible, is_view, reduces
 from remat_kit._program.program import Program, flat_program
-from remat_kit._program.sharding import ValueShard, Shards, SplitProduct
+from remat_kit._program.sharding import Shards, SplitProduct, ValueShard
 
 
 class LinkedChip(Chip, Linked, Protocol):
