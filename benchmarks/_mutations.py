@@ -278,10 +278,10 @@ MUTATIONS = (
         "sharded_function",
         "A function that partitions its own values is planned as if it ran on one device.",
         "remat_kit/_program/gradient.py",
-        "if (devices := _jax.devices_within(closed, constraints=not constraints)) > 1:",
+        "if (devices := _jax.devices_within(closed, shardings=not shardings)) > 1:",
         "if (devices := 1) > 1:",
         (
-            "tests/contract/test_figures_are_of_the_users_program.py::test_meshes_of_this_process_are_refused_by_the_planner",
+            "tests/contract/test_figures_are_of_the_users_program.py::test_meshes_of_this_process_are_planned_for_one_device_or_refused",
         ),
     ),
     Mutation(

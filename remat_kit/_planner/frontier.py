@@ -449,21 +449,30 @@ def _with_pieces(
     host_bandwidth: float,
     tick: Tick,
 ) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
-    """Return points and leaner points, with those of the program with segments in pieces."""
-    found = list(points)
+    """Return points and leaner points, with those of the program with segments in pieces.
+
+    A point with pieces needs no more FLOPs and no more time than the points whose place it takes.
+    If none of those is below the floor of the points without pieces, others are.
+    """
+    found, others = list(points), list[Point]()
+    floor = min(p.predicted_peak_bytes for p in points)
     room = chip.host_memory_bytes or math.inf
+    prices = list[tuple[_pieces.Variant, Callable[[_proposals.Candidate], Point]]]()
     for variant in _pieces.explored(graph, chip, worth, host_bandwidth, room, tick):
-        priced = functools.partial(_priced, variant, graph, _bounds.bounds(variant.graph))
-        some = [priced(c, worth, around) for c in _proposals.pareto(variant.candidates, worth)]
-        found += [p for p in some if _is_improvement(p, points)]
-        least = min(found, key=lambda p: p.predicted_peak_bytes)
-        if least.graph is variant.graph:
-            few = _proposals.leaner(variant.candidates, worth)
-            leaner = tuple(priced(c, worth, around) for c in few)
+        bounds = _bounds.bounds(variant.graph)
+        priced = functools.partial(_priced, variant, graph, bounds, worth=worth, around=around)
+        prices.append((variant, priced))
+        for p in map(priced, _proposals.pareto(variant.candidates, worth)):
+            (found if _is_improvement(p, points) else others).append(p)
+    if all(p.predicted_peak_bytes >= floor for p in found):
+        found += [p for p in others if p.predicted_peak_bytes < floor]
     kept: list[Point] = []
     for p in sorted(found, key=lambda p: (p.predicted_peak_bytes, p.extra_work)):
         if not kept or p.extra_work < kept[-1].extra_work * (1 - 1e-6):
             kept.append(p)
+    for variant, priced in prices:
+        if kept[0].graph is variant.graph:
+            leaner = tuple(map(priced, _proposals.leaner(variant.candidates, worth)))
     return tuple(kept), leaner
 
 

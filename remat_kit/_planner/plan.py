@@ -375,6 +375,12 @@ def plan(
     front, argnums = frontier_for(
         fn, args, chip, argnums, objective, optimizer, offload, tick, "plan", pieces
     )
+    if pieces and all(p.graph is None for p in front.points):
+        _frames.warn(
+            "`plan(..., pieces=True)`: no segment in pieces needs less memory than recomputing it "
+            "as a whole, so pieces=True has no effect",
+            "leave pieces out",
+        )
     search = Search(fn, args, argnums, chip, front, compiles, tick, optimizer)
     return answered(search, search.run(wanted))
 

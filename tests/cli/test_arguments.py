@@ -73,6 +73,7 @@ CASES = {
         "--objective": (["banana"], []),
         "--optimizer": (["adam"], []),
         "--offload": ([], []),
+        "--pieces": ([], ["--size", "batch=65536"]),
     },
     "frontier": {
         "--full": ([], []),
@@ -83,6 +84,7 @@ CASES = {
         "--objective": (["banana"], []),
         "--optimizer": (["adam"], []),
         "--offload": ([], []),
+        "--pieces": ([], ["--size", "batch=65536"]),
         "--png": (["FILE.png"], []),
         "--html": (["FILE.html"], []),
     },
@@ -97,6 +99,7 @@ CASES = {
         "--start": (["16"], []),
         "--step": (["7"], []),
         "--at-most": (["9"], []),
+        "--pieces": ([], []),
     },
     "fit": {
         "--full": ([], []),
@@ -107,6 +110,7 @@ CASES = {
         "--batch-name": (["width"], ["--batch", "16"]),
         "--optimizer": (["adam"], []),
         "--batch": (["16"], []),
+        "--pieces": ([], []),
     },
     "bench": {
         "--arch": (["vgg13"], []),

@@ -196,23 +196,18 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_what_the_planner_refuses_of_several_devices(call):
-    """A loss with split arguments is planned (`test_mesh_plans.py`); a step is not yet."""
+    """Losses and steps with split arguments are planned (`test_mesh_plans.py`).
+
+    Without any, JAX lowers a constraint of an abstract mesh for one device.
+    """
 
     def constrained(params, x):
         return loss(params, jax.lax.with_sharding_constraint(x, split(P("data")).sharding))
 
-    faults = {"a constraint": (constrained, PARAMS, ARGS[2])}
-    if call == "plan a step":
-        faults |= {
-            "rows": (loss, PARAMS, split(P("data"))),
-            "both": (loss, PARAMS, split(P("data", "model"))),
-            "a leaf": (loss, {**PARAMS, "b": split(P(None, "model"), shape=(96, 16))}, ARGS[2]),
-        }
-    for name, given in faults.items():
-        with pytest.raises(remat_kit.UserError, match=r"partitioned over 8 devices") as caught:
-            CALLS[call](*given)
-        assert len(caught.value.message.splitlines()) == 1, name
-        assert caught.value.hint
+    with pytest.raises(remat_kit.UserError, match=r"(partitioned over|mesh of) 8 ") as caught:
+        CALLS[call](constrained, PARAMS, ARGS[2])
+    assert len(caught.value.message.splitlines()) == 1
+    assert caught.value.hint
 
 
 def test_an_abstract_mesh_needs_an_argument_on_it():
@@ -236,7 +231,7 @@ def test_a_copy_on_each_device_is_an_argument_like_another():
         assert memory.devices == x.sharding.mesh.size
 
 
-def test_meshes_of_this_process_are_refused_by_the_planner():
+def test_meshes_of_this_process_are_planned_for_one_device_or_refused():
     code = """
 import jax, jax.numpy as jnp, numpy as np, remat_kit
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -246,33 +241,41 @@ loss = lambda x: jnp.sum(jnp.sin(x @ x))
 total = lambda x: jax.lax.psum(jnp.sum(x), "d")
 mapped = jax.shard_map(total, mesh=mesh, in_specs=P("d"), out_specs=P())
 there = jax.device_put(x, rows)
-faults = {
-    "jit": (jax.jit(loss, in_shardings=rows), x),
-    "results": (lambda x: jnp.sum(jax.jit(jnp.sin, out_shardings=rows)(x)), x),
-    "shard_map": (mapped, x),
-    "closure": (lambda x: loss(x + there), x),
-    "loop": (lambda x: jax.lax.scan(lambda c, y: (c + mapped(x), None), 0.0, x)[0], x),
+refused = {
+    "shard_map": mapped,
+    "closure": lambda x: loss(x + there),
+    "loop": lambda x: jax.lax.scan(lambda c, y: (c + mapped(x), None), 0.0, x)[0],
 }
-calls = {
-    "plan": lambda *a: remat_kit.plan(*a, budget="min"),
-    "step": lambda f, x: remat_kit.frontier(jax.jit(jax.grad(f)), x),
-    "sharded step": lambda f, x: remat_kit.frontier(
-        jax.jit(jax.grad(loss), in_shardings=rows, out_shardings=rows), x
-    ),
-    "frontier": remat_kit.frontier,
+planned = {
+    "jit": jax.jit(loss, in_shardings=rows),
+    "results": lambda x: jnp.sum(jax.jit(jnp.sin, out_shardings=rows)(x)),
 }
-def tried(name, call):
+step_of = lambda f: jax.jit(jax.grad(f))
+sharded = jax.jit(jax.grad(loss), in_shardings=rows, out_shardings=rows)
+def check_refused(name, call):
     try:
         call()
         print(name, "was not refused")
     except remat_kit.UserError as error:
-        assert "partitioned over 4 devices" in str(error) or "over 4 devices" in str(error), error
-for fault, given in faults.items():
-    for name, call in calls.items():
-        tried(f"{fault} {name}", lambda: call(*given))
+        assert "over 4 devices" in str(error) or "mesh of 4 devices" in str(error), error
+def check_planned(name, f):
+    plan = remat_kit.plan(f, x, budget="min")
+    assert plan.target == "cpu:4", (name, plan.target)
+    plain, lean = remat_kit.measure(f, x), remat_kit.measure(remat_kit.policy(plan)(f), x)
+    assert plain.devices == lean.devices == 4, name
+    assert plan.baseline.peak_bytes == plain.peak_bytes, name
+    assert plan.compiled_peak_bytes == lean.peak_bytes, name
+for name, f in refused.items():
+    check_refused(name, lambda: remat_kit.plan(f, x, budget="min"))
+    check_refused(name, lambda: remat_kit.frontier(f, x))
+    check_refused(name, lambda: remat_kit.frontier(step_of(f), x))
+for name, f in planned.items():
+    check_planned(name, f)
+    check_planned(name, step_of(f))
+check_planned("sharded step", sharded)
 with jax.set_mesh(mesh):
-    for name, call in calls.items():
-        tried(f"set_mesh {name}", lambda: call(loss, x))
+    check_planned("set_mesh", loss)
+    check_planned("set_mesh step", step_of(loss))
 print("done")
 """
     flags = "--xla_force_host_platform_device_count=4"

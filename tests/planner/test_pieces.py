@@ -148,6 +148,8 @@ def test_a_program_without_segments_to_divide():
     assert list(pieces.explored(graph, target("cpu"), TIME, 0.0, 0.0, lambda what: None)) == []
     both = [frontier(small, *args, pieces=on) for on in (False, True)]
     assert [len(f.points) for f in both] == [len(both[0].points)] * 2
+    with pytest.warns(remat_kit.RematKitWarning, match="pieces=True has no effect"):
+        plan(small, *args, budget="min", pieces=True)
 
 
 def test_a_batch_that_fits():
