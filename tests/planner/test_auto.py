@@ -139,8 +139,9 @@ def test_a_partitioned_step_has_a_plan_of_its_own():
     said = re.findall(r"planned step/loss: local: (.*) MiB, without a plan (.*) MiB", done.stderr)
     peaks = [int(line) / 2**20 for line in done.stdout.splitlines()]
     assert [float(without) for _, without in said] == pytest.approx(peaks, abs=0.1)
-    assert all(float(lean) < 0.7 * float(without) for lean, without in said)
     assert peaks[0] < 0.7 * peaks[1]
+    if jax.__version_info__ >= (0, 11):  # XLA:CPU of jax 0.10 undoes recompute outside of loops
+        assert all(float(lean) < 0.7 * float(without) for lean, without in said)
 
 
 def test_what_is_no_loss_and_no_step():
