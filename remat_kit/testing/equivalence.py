@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from remat_kit import _jax
 from remat_kit._errors import CheckError, UserError
 from remat_kit._frameworks import flax as _flax
 from remat_kit._program import program as _program
@@ -153,7 +154,8 @@ class _Pair:
         for run in programs:
             # A step that runs operation by operation donates what its jit donates.
             copied = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, values)
-            results.append((jax.jit(run) if jit else _stepwise(run))(*copied))
+            result = (jax.jit(run) if jit else _stepwise(run))(*copied)
+            results.append(jax.block_until_ready(result))
         leaves, _ = jax.tree_util.tree_flatten_with_path(results[0])
         right = jax.tree.leaves(results[1])
         return cls(
@@ -197,10 +199,21 @@ def _stepwise(run: Callable[..., Any]) -> Callable[..., Any]:
 
     def evaluated(*values: Any) -> Any:
         closed, shapes = jax.make_jaxpr(run, return_shape=True)(*values)
-        flat = _program.evaluate(_program.Program.of(closed), jax.tree.leaves(values))
+        flat = _program.evaluate(_program.Program.of(closed), jax.tree.leaves(values), _in_turn)
         return jax.tree.unflatten(jax.tree.structure(shapes), flat)
 
     return evaluated
+
+
+def _in_turn(eqn: Any, values: list[Any]) -> list[Any]:
+    """Evaluate one equation; with several processes, wait for its results.
+
+    The devices of two processes may start operations that do not depend on each other in another
+    order. The collectives of such operations then wait for each other without an end (seen with
+    gloo on jax 0.10.2, in about one run of eight).
+    """
+    results = _jax.bind(eqn, values)
+    return results if jax.process_count() == 1 else jax.block_until_ready(results)
 
 
 def _plain(leaf: Any) -> np.ndarray:
