@@ -50,6 +50,7 @@ from remat_kit._errors import (
 from remat_kit._frameworks import flax as _flax
 from remat_kit._policy import structural as _structural
 from remat_kit._program import losses as _losses
+from remat_kit._program import program as _program
 from remat_kit._program import step as _step
 from remat_kit._program import traced as _traced
 from remat_kit._program import value as _value
@@ -403,7 +404,18 @@ def _check_devices(program: _traced.CompilableProgram, devices: int, call: str) 
 
     JAX lowers such a program for one device and ignores its constraints (0.10.2, 0.12).
     """
-    named = _jax.devices_within(program.traced.jaxpr) if devices == 1 else 1
+    if devices > 1:
+        return
+    captured = _captured(program.traced.jaxpr)
+    if captured is not None:
+        kind = captured.aval.str_short(short_dtypes=True)
+        count = _jax.devices_of(captured.sharding)
+        raise UserError(
+            f"`{call}`: the function captures an array, {kind}, on a mesh of {count} devices, and "
+            "no argument has a sharding over a mesh, so JAX would lower it for one device",
+            hint="make the array an argument of the function, and give it with its sharding",
+        )
+    named = _jax.devices_within(program.traced.jaxpr)
     if named > 1:
         raise UserError(
             f"`{call}`: the function uses an abstract mesh of {named} devices, and no argument has "
@@ -411,6 +423,17 @@ def _check_devices(program: _traced.CompilableProgram, devices: int, call: str) 
             hint="give one argument a sharding, if need be a copy on each device: "
             "jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))",
         )
+
+
+def _captured(closed: Any) -> Any:
+    """Return an array over several devices that a traced program captures, or None."""
+    arrays = [c for c in getattr(closed, "consts", ()) if isinstance(c, jax.Array)]
+    inner = (body.jaxpr for eqn in closed.eqns for body in _program.bodies(eqn))
+    found = (c for c in arrays if _jax.devices_of(c.sharding) > 1)
+    own = next(found, None)
+    if own is not None:
+        return own
+    return next((c for j in inner if (c := _captured(j)) is not None), None)
 
 
 def _on_devices_here(args: Sequence[Any], chip: Target, call: str) -> tuple[Any, ...]:

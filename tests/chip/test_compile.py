@@ -480,3 +480,15 @@ def test_a_plan_for_a_step_that_fits_may_save_no_memory():
     fits = remat_kit.plan(long_step, *args, budget="fit")
     _, none = warnings_of(policy(fits)(long_step))
     assert not none
+
+
+def test_a_captured_array_on_a_mesh_must_be_an_argument(monkeypatch):
+    """JAX lowers such a program for one device; the message names the array, not the mesh alone."""
+    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    x = jax.device_put(jnp.ones((16, 8)), place)
+    monkeypatch.setattr("remat_kit._jax.devices_of", lambda s: 8 if s == place else 1)
+    weights = jax.ShapeDtypeStruct((8, 8), "float32")
+    with pytest.raises(remat_kit.UserError, match=r"captures an array, f32\[16,8\]") as caught:
+        remat_kit.measure(lambda w: jnp.sum(jnp.tanh(x @ w)), weights, target="cpu")
+    assert "argument" in caught.value.hint
