@@ -38,18 +38,19 @@ def texts(cell):
 
 def test_all_are_there():
     names = ["1_what_is_saved", "2_policies", "3_plan_a_budget", "4_a_gpt_that_does_not_fit"]
+    names.append("5_train_with_a_plan")
     assert [path.stem for path in NOTEBOOKS] == names
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem[0] in "34" else [])
+        pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem[0] in "345" else [])
         for path in NOTEBOOKS
     ],
 )
 def test_it_runs_without_an_error_or_a_warning(path):
-    if path.stem[0] in "34" and jax.__version_info__ < (0, 11):
+    if path.stem[0] in "345" and jax.__version_info__ < (0, 11):
         pytest.skip("XLA:CPU of jax 0.10 undoes recomputation outside of a loop")
     notebook = run_notebooks.executed(path)  # raises where a cell does
     outputs = [output for cell in code(notebook) for output in cell.outputs]
