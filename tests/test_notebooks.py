@@ -37,9 +37,13 @@ def texts(cell):
 
 
 def test_all_are_there():
-    names = ["1_what_is_saved", "2_policies", "3_plan_a_budget", "4_a_gpt_that_does_not_fit"]
-    names.append("5_train_with_a_plan")
-    assert [path.stem for path in NOTEBOOKS] == names
+    assert [path.stem for path in NOTEBOOKS] == [
+        "1_what_is_saved",
+        "2_policies",
+        "3_plan_a_budget",
+        "4_a_gpt_that_does_not_fit",
+        "5_train_with_a_plan",
+    ]
 
 
 @pytest.mark.parametrize(

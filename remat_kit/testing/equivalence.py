@@ -155,7 +155,7 @@ class _Pair:
             # A step that runs operation by operation donates what its jit donates.
             copied = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, values)
             result = (jax.jit(run) if jit else _stepwise(run))(*copied)
-            results.append(jax.block_until_ready(result))
+            results.append(jax.block_until_ready(result))  # before the next starts: see `_in_turn`
         leaves, _ = jax.tree_util.tree_flatten_with_path(results[0])
         right = jax.tree.leaves(results[1])
         return cls(
@@ -208,9 +208,9 @@ def _stepwise(run: Callable[..., Any]) -> Callable[..., Any]:
 def _in_turn(eqn: Any, values: list[Any]) -> list[Any]:
     """Evaluate one equation; with several processes, wait for its results.
 
-    The devices of two processes may start operations that do not depend on each other in another
-    order. The collectives of such operations then wait for each other without an end (seen with
-    gloo on jax 0.10.2, in about one run of eight).
+    The devices of two processes may start operations that do not depend on each other in
+    different orders. If both contain collectives, these can wait for each other forever (seen with
+    gloo on jax 0.10.2, in some runs).
     """
     results = _jax.bind(eqn, values)
     return results if jax.process_count() == 1 else jax.block_until_ready(results)
