@@ -31,20 +31,12 @@ from remat_kit._apply.region import relative
 from remat_kit._backend import rewrites as _rewrites
 from remat_kit._errors import PolicyError
 from remat_kit._policy.structural import Pieces
+from remat_kit._program import paths as _paths
 from remat_kit._program import program as _program
 from remat_kit._program import split as _split
 from remat_kit._program.pieces import Along, How, Partial, Piece, on_piece, shape_of
 from remat_kit._program.program import Program, primitive_name
 from remat_kit._program.split import Blocked, Split
-
-
-def is_loop(eqn: Any) -> bool:
-    """Tell whether an equation of a traced program is the loop of a function in pieces.
-
-    Nothing in the equation says so, but it was traced in this module.
-    """
-    frames = _jax.user_frames(eqn)
-    return eqn.primitive.name == "scan" and any(file == __file__ for file, _, _ in frames)
 
 
 def run(program: Program, policy: Pieces, args: Sequence[Any], *, call: str) -> list[Any]:
@@ -209,6 +201,11 @@ class PieceLoop:
 
     # .. the pieces
 
+    @property
+    def name(self) -> str:
+        """The scope of the loop, by which reports and profiles name it."""
+        return _paths.pieces_scope(-(-self.split.n // self.size), self.axis)
+
     def over_pieces(self, start: list[Any], step: Callable[[list[Any], Piece], list[Any]]) -> Any:
         """Carry values through all pieces.
 
@@ -221,13 +218,15 @@ class PieceLoop:
         def one(carry: list[Any], offset: Any, size: int) -> list[Any]:
             return step(carry, Piece(n, size, offset))
 
-        def iteration(carry: list[Any], index: Any) -> tuple[list[Any], None]:
+        def region(size: int) -> Callable[[list[Any], Any], list[Any]]:
             step = functools.partial(one, size=size)
-            region = step if _jax.remat3() else _jax.checkpoint(step, prevent_cse=False)
-            return region(carry, index * size), None
+            return step if _jax.remat3() else _jax.checkpoint(step, prevent_cse=False)
+
+        def iteration(carry: list[Any], index: Any) -> tuple[list[Any], None]:
+            return region(size)(carry, index * size), None
 
         carry, _ = lax.scan(iteration, start, jnp.arange(count))
-        return one(carry, jnp.asarray(count * size), rest) if rest else carry
+        return region(rest)(carry, jnp.asarray(count * size)) if rest else carry
 
     def cut(self, values: Sequence[Any], piece: Piece) -> list[Any]:
         return [
@@ -259,14 +258,15 @@ class PieceLoop:
     # .. the loops
 
     def _evaluated(self, *values: Any) -> list[Any]:
-        near = _nothing_yet(values)
         hows = [how for _, how in self.split.outputs]
-        start = [_buffer(v.aval, how, near) for v, how in self.split.outputs]
 
         def step(carry: list[Any], piece: Piece) -> list[Any]:
             return _joined(hows, carry, self.body(self.cut(values, piece), piece), piece)
 
-        return self.over_pieces(start, step)
+        with jax.named_scope(self.name):
+            near = _nothing_yet(values)
+            start = [_buffer(v.aval, how, near) for v, how in self.split.outputs]
+            return self.over_pieces(start, step)
 
     def _of_some(self, wrt: Sequence[int], values: Sequence[Any], piece: Piece) -> Any:
         """Return the outputs that have tangents, as a function of some of the inputs."""
@@ -292,8 +292,6 @@ class PieceLoop:
 
         def evaluate(*args: Any) -> list[Any]:
             xs, ds = args[:count], args[count:]
-            near = _nothing_yet(ds)
-            start = [_buffer(v.aval.to_tangent_aval(), how, near) for v, how in outputs]
 
             def step(carry: list[Any], piece: Piece) -> list[Any]:
                 values = self.cut(xs, piece)
@@ -305,17 +303,19 @@ class PieceLoop:
                 _, changes = jax.jvp(fn, [values[i] for i in wrt], moved)
                 return _joined(hows, carry, changes, piece)
 
-            return self.over_pieces(start, step)
+            with jax.named_scope(self.name):
+                near = _nothing_yet(ds)
+                start = [_buffer(v.aval.to_tangent_aval(), how, near) for v, how in outputs]
+                return self.over_pieces(start, step)
 
         def transpose(xs: list[Any], cts: list[Any]) -> list[Any]:
-            near = _nothing_yet([ct for ct in cts if ct is not None])
-            start = [_buffer(jax.typeof(xs[i]), how, near) for i, how in zip(wrt, entering)]
             back = [how or Partial.SUM for how in entering]
 
             def step(carry: list[Any], piece: Piece) -> list[Any]:
-                values = self.cut(xs, piece)
-                fn = self._of_some(wrt, values, piece)
-                ys, pull = jax.vjp(fn, *(values[i] for i in wrt))
+                with jax.named_scope(_paths.RECOMPUTED):
+                    values = self.cut(xs, piece)
+                    fn = self._of_some(wrt, values, piece)
+                    ys, pull = _linearized(fn, [values[i] for i in wrt])
                 given = [
                     _jax.zeros(jax.typeof(y))
                     if ct is None
@@ -326,9 +326,32 @@ class PieceLoop:
                 ]
                 return _joined(back, carry, pull(given), piece)
 
-            return self.over_pieces(start, step)
+            with jax.named_scope(self.name):
+                near = _nothing_yet([ct for ct in cts if ct is not None])
+                start = [_buffer(jax.typeof(xs[i]), how, near) for i, how in zip(wrt, entering)]
+                return self.over_pieces(start, step)
 
         return _jax.linear_map(evaluate, transpose, primals, tangents)
+
+
+def _linearized(fn: Callable[..., list[Any]], xs: Sequence[Any]) -> tuple[list[Any], Any]:
+    """Return the results of a function and its pullback, as `jax.vjp` does.
+
+    The function is traced before it is evaluated. So the scope that is open now, which says that
+    the evaluation recomputes activations, is not also on the equations of the pullback.
+    """
+    tree: Any = None
+
+    def forward(*xs: Any) -> tuple[list[Any], list[Any]]:
+        nonlocal tree
+        ys, pull = jax.vjp(fn, *xs)
+        residuals, tree = jax.tree.flatten(pull)
+        return ys, residuals
+
+    closed, shape = jax.make_jaxpr(forward, return_shape=True)(*map(jax.typeof, xs))
+    outs = jec.jaxpr_as_fun(closed)(*xs)
+    ys, residuals = jax.tree.unflatten(jax.tree.structure(shape), outs)
+    return ys, jax.tree.unflatten(tree, residuals)
 
 
 def _is_float(aval: Any) -> bool:

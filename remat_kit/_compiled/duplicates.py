@@ -34,7 +34,7 @@ from remat_kit._compiled.hlo import (
     parts_of_scope,
     words,
 )
-from remat_kit._program.paths import join_scopes
+from remat_kit._program.paths import PIECES, join_scopes, piece_loop
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,18 @@ def module_and_primitive(op_name: str) -> tuple[str, str]:
         return "/".join(parts[0] for parts in same), found[0][1]
     *scopes, primitive = list(parts_of_scope(op_name.partition(";")[0])) or [""]
     return "/".join(_without_repeats(join_scopes(_groups(scopes)))), primitive
+
+
+def pieces_of(op_name: str) -> str:
+    """Return the loop over pieces that an instruction is in, or the empty string.
+
+    >>> pieces_of("jit(f)/transpose(jvp(GPT))/head/16 pieces of axis 0/while/body/checkpoint/dot")
+    '16 pieces of axis 0'
+    """
+    if PIECES not in op_name:
+        return ""
+    found = piece_loop(_groups(parts_of_scope(op_name.partition(";")[0])))
+    return found[1] if found else ""
 
 
 # -- from op_name to a key ------------------------------------------------------------------

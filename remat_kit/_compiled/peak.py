@@ -18,7 +18,7 @@ from typing import Any
 
 from remat_kit._backend.interface import Backend
 from remat_kit._compiled import liveness as _liveness
-from remat_kit._compiled.duplicates import module_and_primitive
+from remat_kit._compiled.duplicates import module_and_primitive, pieces_of
 from remat_kit._compiled.hlo import MARK, HloModule, Instruction, is_xla_remat
 from remat_kit._compiled.liveness import ARGUMENT, DEVICE, FUSED, TEMPORARY, Buffer, Schedule
 from remat_kit._program.paths import roll_up
@@ -42,12 +42,14 @@ class Origin:
         primitive: the JAX primitive, or XLA's opcode if there is none.
         source: ``file:line`` of the user's code, or the empty string.
         phase: one of ``PHASES``.
+        pieces: the loop over pieces that it is in: ``"16 pieces of axis 0"``.
     """
 
     module: str
     primitive: str
     source: str
     phase: str
+    pieces: str = ""
 
 
 def origins(program: HloModule) -> dict[str, Origin]:
@@ -88,7 +90,7 @@ class _Tracer:
         if instruction.opcode == "parameter":
             if around is None:
                 return Origin(told.op_name.replace("\\'", "'"), ARGUMENT, told.source, OTHER)
-            return Origin(around.module, "parameter", around.source, around.phase)
+            return dataclasses.replace(around, primitive="parameter")
         module, primitive = module_and_primitive(told.op_name) if told.op_name else ("", "")
         near = next((m for m in makers if m.module), around)
         if primitive in _PLUMBING:
@@ -104,6 +106,7 @@ class _Tracer:
             primitive or instruction.opcode,
             told.source or (near.source if near and not told.op_name else ""),
             _phase(instruction, told.op_name, [m.phase for m in makers], around),
+            pieces_of(told.op_name) or (around.pieces if around else ""),
         )
 
     def inside(self, instruction: Instruction) -> list[str]:
@@ -171,7 +174,8 @@ class Held:
         bytes: its size, including the padding of tiles.
         shape: as in ``f32[64,112,112,64]``.
         kind: ``argument``, ``output`` or ``temporary``.
-        module, source, phase, op: the origin of the instruction that computes it; see `Origin`.
+        module, source, phase, op, pieces: the origin of the instruction that computes it; see
+            `Origin`.
     """
 
     bytes: int
@@ -181,6 +185,7 @@ class Held:
     source: str
     phase: str
     op: str
+    pieces: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, ready for `json.dumps`."""
@@ -197,6 +202,7 @@ class Peak:
         phase: the phase of this step.
         step, steps: the position of this step, and the number of steps.
         module: the module of the instruction that runs at this step.
+        pieces: the loop over pieces that this instruction is in, or the empty string.
         held: the buffers that are live, largest first.
     """
 
@@ -207,6 +213,7 @@ class Peak:
     steps: int
     module: str
     held: tuple[Held, ...] = dataclasses.field(repr=False)
+    pieces: str = ""
 
     @property
     def packing_bytes(self) -> int | None:
@@ -240,6 +247,7 @@ class Peak:
             "step": self.step,
             "steps": self.steps,
             "module": self.module,
+            "pieces": self.pieces,
             "attributed_fraction": self.attributed_fraction,
             "by_phase": self.by_phase(),
             "buffers": [h.to_json() for h in self.held[:limit]],
@@ -348,6 +356,7 @@ def anatomy(
         steps=len(schedule.steps),
         module=running_module(schedule, found, step),
         held=held,
+        pieces=_running_origin(schedule, found, step).pieces,
     )
     return Anatomy(schedule, found, peak, _timeline(schedule, found, running))
 
@@ -355,7 +364,8 @@ def anatomy(
 def _held(buffer: Buffer, found: Mapping[str, Origin]) -> Held:
     o = origin_of(buffer, found)
     shape = str(buffer.array)
-    return Held(buffer.bytes, shape, buffer.kind, o.module, o.source, o.phase, o.primitive)
+    of = (o.module, o.source, o.phase, o.primitive, o.pieces)
+    return Held(buffer.bytes, shape, buffer.kind, *of)
 
 
 def origin_of(buffer: Buffer, found: Mapping[str, Origin]) -> Origin:
@@ -382,10 +392,12 @@ def running_phases(schedule: Schedule, found: Mapping[str, Origin]) -> list[str]
 
 def running_module(schedule: Schedule, found: Mapping[str, Origin], step: int) -> str:
     """Return the module that runs at a step; the compiler's steps have that of the step before."""
-    for instruction in reversed(schedule.steps[: step + 1]):
-        if instruction.op_name:
-            return found[instruction.name].module
-    return ""
+    return _running_origin(schedule, found, step).module
+
+
+def _running_origin(schedule: Schedule, found: Mapping[str, Origin], step: int) -> Origin:
+    ran = reversed(schedule.steps[: step + 1])
+    return next((found[i.name] for i in ran if i.op_name), Origin("", "", "", OTHER))
 
 
 def _timeline(schedule: Schedule, found: Mapping[str, Origin], running: Sequence[str]) -> Timeline:
@@ -403,10 +415,10 @@ def _timeline(schedule: Schedule, found: Mapping[str, Origin], running: Sequence
     at_peak = schedule.peak_step
     for b, origin in zip(live, made_by, strict=True):
         at = any(first <= at_peak <= last for first, last in b.alive)
-        weight[_group(origin.module)] += b.bytes * at
+        weight[_group(origin)] += b.bytes * at
     top = set(sorted(weight, key=lambda g: -weight[g])[:_GROUPS])
     for b, origin in zip(live, made_by, strict=True):
-        group = _group(origin.module)
+        group = _group(origin)
         for kind, key in (("phase", origin.phase), ("module", group if group in top else REST)):
             change = parts[kind].setdefault(key, [0] * (len(temporary) + 1))
             for first, last in b.alive:
@@ -444,6 +456,19 @@ def _sampled(change: Sequence[int], points: Sequence[int]) -> tuple[int, ...]:
     return tuple(out)
 
 
-def _group(module: str) -> str:
-    """Return the module path of a block, with the numbers of repeated blocks left out."""
-    return "/".join(roll_up(module).split("/")[:3]) or "(unknown)"
+def _group(origin: Origin) -> str:
+    """Return the module path of a block, with the numbers of repeated blocks left out.
+
+    What is in a loop over pieces is a group of its own: ``GPT/head, 16 pieces of axis 0``.
+    """
+    module = "/".join(roll_up(origin.module).split("/")[:3]) or "(unknown)"
+    return with_pieces(module, origin.pieces)
+
+
+def with_pieces(module: str, pieces: str) -> str:
+    """Return a module together with the loop over pieces in it, as reports name them.
+
+    >>> with_pieces("GPT/head", "16 pieces of axis 0"), with_pieces("GPT/head", "")
+    ('GPT/head, 16 pieces of axis 0', 'GPT/head')
+    """
+    return f"{module}, {pieces}" if pieces else module

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from remat_kit._errors import UserError
-from remat_kit._inspect.recomputed import duplicates, warn_of_pieces
+from remat_kit._inspect.recomputed import Duplicate, duplicates, warn_of_pieces
 from remat_kit._program.flow import FORWARD, ConstantNumber, NumberedValue, Numbering, Op
 from remat_kit._program.gradient import Gradient
 from remat_kit._program.losses import gradients_of
@@ -90,6 +90,7 @@ class DuplicateLine:
         count: how often it runs; in a loop once for each iteration.
         flops: floating-point operations of all its runs.
         feeds: the operations that read the recomputed result.
+        pieces: the loop over pieces that recomputes it, as ``"16 pieces of axis 0"``, or "".
     """
 
     id: str
@@ -102,6 +103,7 @@ class DuplicateLine:
     count: int
     flops: float
     feeds: tuple[str, ...]
+    pieces: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, ready for `json.dumps`."""
@@ -131,7 +133,7 @@ class Line:
         if again is None:
             where = "  ".join(filter(None, (op.module, op.source)))
             return f"{self.sign} {self.id} = {what}   {where}".rstrip()
-        where = ", ".join(filter(None, (again.module, again.source)))
+        where = ", ".join(filter(None, (again.module, again.pieces, again.source)))
         mark = f"{self.sign} {self.id} = ⟲ {again.twin} {what}"
         feeds = "".join(f"\n      feeds {f}" for f in again.feeds)
         return mark + (f"   from {where}" if where else "") + feeds
@@ -183,7 +185,7 @@ class Diff(Shown):
         """Return plain values, ready for `json.dumps`.
 
         The keys are ``before`` and ``after`` (labels), ``duplicates`` (a list of objects with id,
-        twin, primitive, shape, dtype, module, source, count, flops and feeds), ``common``,
+        twin, primitive, shape, dtype, module, source, count, flops, feeds and pieces), ``common``,
         ``added``, ``removed``, ``moved`` (numbers of lines) and ``text``.
         """
         return {
@@ -285,14 +287,15 @@ class _Aligned:
         return tuple(lines)
 
     def repeated(self) -> dict[Op, DuplicateLine]:
-        found = {d.op: d.twin for d in duplicates(self.gradients["+"])}
+        found = {d.op: d for d in duplicates(self.gradients["+"])}
         readers = self.readers(found)
         return {
-            op: self.duplicate(op, twin, [self.feeds(r, r in found) for r in readers[op]])
-            for op, twin in found.items()
+            op: self.duplicate(again, [self.feeds(r, r in found) for r in readers[op]])
+            for op, again in found.items()
         }
 
-    def duplicate(self, op: Op, twin: Op, feeds: Sequence[str]) -> DuplicateLine:
+    def duplicate(self, again: Duplicate, feeds: Sequence[str]) -> DuplicateLine:
+        op, twin = again.op, again.twin
         aval = op.eqn.outvars[0].aval
         return DuplicateLine(
             id=self.ids[op],
@@ -305,6 +308,7 @@ class _Aligned:
             count=round(op.times),
             flops=op.flops,
             feeds=tuple(feeds),
+            pieces=again.pieces,
         )
 
     def feeds(self, reader: Op, again: bool) -> str:

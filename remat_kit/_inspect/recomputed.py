@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from remat_kit import _frames
-from remat_kit._apply import pieces as _pieces
 from remat_kit._program import ops as _ops
 from remat_kit._program.flow import Op
 from remat_kit._program.gradient import Gradient, trace_gradient
@@ -36,6 +35,8 @@ class Recomputed:
         bytes: the size of all results together, which is the memory that saving them would take.
         region: path of the checkpoint region.
         cost_known: whether ``flops`` includes them; the cost of a foreign kernel is unknown.
+        pieces: if they are in a loop over pieces, which: ``"16 pieces of axis 0"``. ``shape`` is
+            then that of one piece, and ``count`` includes all pieces.
     """
 
     primitive: str
@@ -48,6 +49,7 @@ class Recomputed:
     bytes: int
     region: str = ""
     cost_known: bool = True
+    pieces: str = ""
 
     @property
     def is_free(self) -> bool:
@@ -66,6 +68,11 @@ class Duplicate:
 
     op: Op
     twin: Op
+
+    @property
+    def pieces(self) -> str:
+        """The loop over pieces that recomputes it, or the empty string."""
+        return self.op.loop[1] if self.op.loop else ""
 
 
 def duplicates(gradient: Gradient) -> Iterator[Duplicate]:
@@ -118,7 +125,7 @@ def recomputed_of(gradient: Gradient) -> list[Recomputed]:
     groups: dict[tuple[Any, ...], list[Op]] = {}
     for found in duplicates(gradient):
         aval, twin = found.op.eqn.outvars[0].aval, found.twin
-        key = (twin.primitive, twin.module, twin.source, aval.shape, str(aval.dtype))
+        key = (twin.primitive, twin.module, twin.source, aval.shape, str(aval.dtype), found.pieces)
         groups.setdefault(key, []).append(found.op)
     regions = region_paths(gradient)
     found = [_summary(key, ops, regions) for key, ops in groups.items()]
@@ -126,36 +133,55 @@ def recomputed_of(gradient: Gradient) -> list[Recomputed]:
 
 
 def warn_of_pieces(gradients: Iterable[Gradient], call: str) -> None:
-    """Emit a `RematKitWarning` if a loss runs in pieces, whose recomputation is not found.
+    """Emit a `RematKitWarning` if what a loop over pieces recomputes is not found.
 
-    The backward pass runs the loop over the pieces again as operations of its own, which have no
-    twin in the forward pass.
+    The backward pass begins each piece with the slices of its inputs, which the forward pass has
+    taken too. If no operation of the loop has a twin in the forward pass, the two loops could not
+    be matched.
 
     Args:
         gradients: of the losses.
         call: the public function that the warning names.
     """
-    ops = (op for gradient in gradients for op in gradient.primal.ops)
-    if any(op.kind == "carry" and _pieces.is_loop(op.eqn) for op in ops):
+    missing: set[str] = set()
+    for gradient in gradients:
+        loops = {op.loop for op in gradient.ops() if op.recomputed and op.loop}
+        found = {d.op.loop for d in duplicates(gradient)}
+        missing.update("/".join(path) for path, _ in loops - found)
+    if missing:
+        where = ", ".join(sorted(path or "the loss" for path in missing))
         _frames.warn(
-            f"`{call}`: the loss runs in pieces, and what the backward pass recomputes for them is "
-            "not counted as recomputed; the compiled memory is right",
+            f"`{call}`: {where}: what the backward pass recomputes in pieces has no counterpart in "
+            "the forward pass, so it is not counted as recomputed; the compiled memory is right",
             "compare the memory with and without `pieces`, and measure the time of a step",
         )
 
 
 def region_paths(gradient: Gradient) -> dict[int, str]:
-    """Map each number of a value to the path of the checkpoint region that computes it."""
+    """Map each number of a value to the path of the region that computes it.
+
+    A loop over pieces is one region, although each of its pieces is a region for JAX.
+    """
     regions: dict[int, str] = {}
     for region in gradient.primal.regions:
-        for op in region.ops:
-            for number in op.numbers:
-                regions[number] = region.module
+        regions.update((number, region.module) for op in region.ops for number in op.numbers)
+    for op in gradient.primal.ops:
+        if op.kind == "equation" and op.loop is not None:
+            regions.update(dict.fromkeys(op.numbers, "/".join(op.loop[0])))
     return regions
 
 
+def loops_of(gradient: Gradient) -> dict[str, str]:
+    """Return the loops over pieces of a loss: their names by the paths of their regions."""
+    ops = (op for op in gradient.primal.ops if op.kind == "equation")
+    names: dict[str, list[str]] = {}
+    for path, name in sorted({op.loop for op in ops if op.loop is not None}):
+        names.setdefault("/".join(path), []).append(name)
+    return {path: " and ".join(found) for path, found in names.items()}
+
+
 def _summary(key: tuple[Any, ...], ops: Sequence[Op], regions: dict[int, str]) -> Recomputed:
-    primitive, module, source, shape, dtype = key
+    primitive, module, source, shape, dtype, pieces = key
     size = sum(_ops.nbytes(v.aval) for v in ops[0].eqn.outvars)
     count = round(sum(op.times for op in ops))
     return Recomputed(
@@ -169,6 +195,7 @@ def _summary(key: tuple[Any, ...], ops: Sequence[Op], regions: dict[int, str]) -
         bytes=count * size,
         region=regions.get(ops[0].numbers[0], ""),
         cost_known=not any(_ops.unknown_costs(op.eqn) for op in ops),
+        pieces=pieces,
     )
 
 

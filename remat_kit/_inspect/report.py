@@ -432,6 +432,8 @@ class Report(ShownReport):
                 shape, dtype   of one result
                 region         str     module path of the checkpoint region
                 cost_known     bool    false if the cost is unknown and flops leave it out
+                pieces         str     the loop over pieces that recomputes it, as "16 pieces of
+                                       axis 0", or ""; shape is then that of one piece
             parameters         int     numbers in the arguments that are differentiated
             parameter_bytes    int     their bytes
             recomputed_flops   float
@@ -459,11 +461,12 @@ class Report(ShownReport):
                 phase          str     "forward", "recompute", "backward", "update" or "other"
                 step, steps    int     position in the schedule, and its length
                 module         str     of the instruction that runs then
+                pieces         str     the loop over pieces that the instruction is in, or ""
                 attributed_fraction  float   of the bytes: with a module path or argument name
                 by_phase       object  bytes by the phase that made them; arguments, outputs apart
                 buffers        list, largest first: bytes, shape, kind ("argument", "output",
                                "temporary"), module (of an argument its name, outside every module
-                               the function's), source, phase, op
+                               the function's), source, phase, op, pieces
                 buffers_left_out  int  smaller ones
             timeline           object, by target; lists of one length, at most 600 samples:
                 steps, bytes, phases   position, device bytes, what runs then
@@ -479,6 +482,7 @@ class Report(ShownReport):
                 recomputed_seconds   float   time of what is recomputed there, by the roofline
                 kept_fraction  float   fraction of the recomputation in the compiled program
                 message        str
+                pieces         str     "16 pieces of axis 0" if the region is that loop, or ""
             counterfactuals    object, by target: a list, one object for each of the modules that
                                hold most at the peak; a prediction, not the compiler's answer
                 module         str     repeated blocks combined

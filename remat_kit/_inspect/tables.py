@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from remat_kit._chip.memory import Memory
 from remat_kit._chip.target import Target
 from remat_kit._compiled.collectives import Collective
-from remat_kit._compiled.peak import Held, Peak
+from remat_kit._compiled.peak import Held, Peak, with_pieces
 from remat_kit._inspect.lints.scene import Lint
 from remat_kit._inspect.reading import Reading
 from remat_kit._inspect.recomputed import Recomputed
@@ -186,7 +186,8 @@ def reading_tables(name: str, reading: Reading) -> list[Table]:
 def _peak_table(name: str, peak: Peak) -> Table:
     groups: dict[tuple[str, ...], list[Held]] = {}
     for held in peak.held:
-        key = (roll_up(held.module), held.op, held.shape, held.phase, held.kind, held.source)
+        module = with_pieces(roll_up(held.module), held.pieces)
+        key = (module, held.op, held.shape, held.phase, held.kind, held.source)
         groups.setdefault(key, []).append(held)
     rows = []
     for key, found in sorted(groups.items(), key=lambda g: -sum(h.bytes for h in g[1])):
@@ -195,7 +196,8 @@ def _peak_table(name: str, peak: Peak) -> Table:
         count = f"{len(found)} × " if len(found) > 1 else ""
         made = phase if kind == "temporary" else kind
         rows.append((format_bytes(size), f"{count}{shape}", op, module, made, source))
-    title = f"the peak on {name}: {format_bytes(peak.bytes)} in the {peak.phase} of {peak.module}"
+    module = with_pieces(peak.module, peak.pieces)
+    title = f"the peak on {name}: {format_bytes(peak.bytes)} in the {peak.phase} of {module}"
     if peak.packing_bytes:
         title += f"; the compiler's packing {'+' if peak.packing_bytes > 0 else '-'}"
         title += format_bytes(abs(peak.packing_bytes))
@@ -298,11 +300,11 @@ def _no_flops(found: Sequence[Recomputed]) -> str:
 def recomputed_table(report: Report, longest: int = SHORT) -> Table:
     groups: dict[tuple[Any, ...], list[Recomputed]] = {}
     for r in report.recomputed:
-        key = (roll_up(r.module), r.primitive, r.dtype, r.shape, r.source)
+        key = (roll_up(r.module), r.primitive, r.dtype, r.shape, r.source, r.pieces)
         groups.setdefault(key, []).append(r)
     ordered = sorted(groups.items(), key=lambda g: -sum(r.flops for r in g[1]))
     rows = []
-    for (_, primitive, dtype, shape, source), found in ordered:
+    for (_, primitive, dtype, shape, source, pieces), found in ordered:
         flops = sum(r.flops for r in found)
         rows.append(
             (
@@ -310,7 +312,7 @@ def recomputed_table(report: Report, longest: int = SHORT) -> Table:
                 str(sum(r.count for r in found)),
                 primitive,
                 _array(dtype, shape),
-                _folded([r.module for r in found]),
+                with_pieces(_folded([r.module for r in found]), pieces),
                 source,
             )
         )

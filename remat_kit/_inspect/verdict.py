@@ -23,7 +23,7 @@ from remat_kit._compiled.duplicates import RecomputedOps
 from remat_kit._compiled.peak import RECOMPUTE, Origin
 from remat_kit._compiled.roofline import Estimate
 from remat_kit._inspect import residuals as _residuals
-from remat_kit._inspect.recomputed import duplicates, region_paths
+from remat_kit._inspect.recomputed import duplicates, loops_of, region_paths
 from remat_kit._inspect.residuals import Residual
 from remat_kit._program import gradient as _gradient
 from remat_kit._program import program as _program
@@ -53,6 +53,7 @@ class Verdict:
         recomputed_seconds: the roofline time of what the compiled program recomputes there.
         kept_fraction: the fraction of the recomputation, by FLOPs, that the program still does.
         message: the verdict in a sentence.
+        pieces: if the region is a loop over pieces, which: ``"16 pieces of axis 0"``.
     """
 
     module: str
@@ -62,6 +63,7 @@ class Verdict:
     recomputed_seconds: float
     kept_fraction: float
     message: str
+    pieces: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, ready for `json.dumps`."""
@@ -105,6 +107,7 @@ def verdicts(
         origins: the origins of its instructions.
     """
     regions = tuple(dict.fromkeys(region_paths(gradient).values()))
+    loops = loops_of(gradient)
     asked = _asked(gradient)
     place = _Places(regions)
     present = _by_region(((op.module, op.primitive, op.count) for op in ops.ops), place)
@@ -124,8 +127,14 @@ def verdicts(
         )
         verdict, message = _judge(wanted, kept, offloads if dropped else 0, memory)
         flops = float(sum(wanted.flops.values()))
-        saving = saved[region] if natural is not None else None
-        found.append(Verdict(region, verdict, saving, flops, seconds[region], kept, message))
+        pieces = loops.get(region, "")
+        # What the pieces would save as a whole is unknown, because the loop stays without regions.
+        saving = None if natural is None or pieces else saved[region]
+        if pieces:
+            message = f"{pieces}; {message}"
+        found.append(
+            Verdict(region, verdict, saving, flops, seconds[region], kept, message, pieces)
+        )
     return (*found, *_compiler_added(ops, origins))
 
 

@@ -424,6 +424,11 @@ class Frame:
             return ()
         return _paths.module_path(self.eqn, self.parent.path)
 
+    @functools.cached_property
+    def loop(self) -> tuple[Path, str] | None:
+        """The loop over pieces that the equation around stands in; see `Op.loop`."""
+        return None if self.parent is None else _loop_of(self.eqn, self.parent)
+
     def inside(self, eqn: Any, **changes: Any) -> Frame:
         """Return the frame of the bodies of an equation that stands in this one."""
         return dataclasses.replace(self, parent=self, eqn=eqn, **changes)
@@ -456,6 +461,11 @@ class Op:
         """The full module path."""
         path = _paths.module_path(self.eqn, self.frame.path) if self.eqn is not None else ()
         return _without_repeats(path)
+
+    @property
+    def loop(self) -> tuple[Path, str] | None:
+        """The module path and the name of the loop over pieces around it, as `piece_loop`."""
+        return self.frame.loop if self.eqn is None else _loop_of(self.eqn, self.frame)
 
     @property
     def module(self) -> str:
@@ -497,6 +507,10 @@ class Op:
                 return op.inputs[0].origin or op
             op = made[0] if made else op
         return op
+
+
+def _loop_of(eqn: Any, frame: Frame) -> tuple[Path, str] | None:
+    return frame.loop or _paths.piece_loop([frame.path, *_jax.name_stack_groups(eqn)])
 
 
 def _without_repeats(path: Path) -> Path:
@@ -614,7 +628,7 @@ class Flow:
         stack = eqn.source_info.name_stack
         if stack not in self._rematted:
             groups = _jax.name_stack_groups(eqn)
-            self._rematted[stack] = any("rematted_computation" in g for g in groups)
+            self._rematted[stack] = any(_paths.RECOMPUTED in g for g in groups)
         return self._rematted[stack]
 
     def _jaxpr(

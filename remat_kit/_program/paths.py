@@ -14,7 +14,14 @@ from typing import Any
 from remat_kit import _jax
 
 # Scopes that JAX adds around recomputed equations. They are not part of the path of a module.
-_REMAT_SCOPES = frozenset({"checkpoint", "rematted_computation", "remat", "remat2"})
+# The last one marks them, in jaxprs and in compiled programs (0.10.2 and 0.12).
+RECOMPUTED = "rematted_computation"
+_REMAT_SCOPES = frozenset({"checkpoint", "remat", "remat2", RECOMPUTED})
+
+
+# The scope of a loop over pieces, which says what the loop is; see `pieces_scope`.
+PIECES = " pieces of axis "
+_PIECES = re.compile(rf"\d+{PIECES}\d+", re.ASCII)
 
 
 Path = tuple[str, ...]
@@ -47,9 +54,34 @@ def join_scopes(groups: Sequence[Sequence[str]]) -> Path:
     path: list[str] = []
     for group in groups:
         clean = [s for s in group if s not in _REMAT_SCOPES and "->" not in s]
+        clean = [s for s in clean if not _PIECES.fullmatch(s)]
         common = len(common_prefix(path, clean))
         path = clean if common and common == len(path) else path + clean
     return tuple(path)
+
+
+def pieces_scope(pieces: int, axis: int) -> str:
+    """Return the scope that a loop over pieces has in programs, compiled programs and profiles.
+
+    It is not part of the path of a module.
+
+    >>> pieces_scope(16, 0), join_scopes([["Net", pieces_scope(16, 0), "up"]])
+    ('16 pieces of axis 0', ('Net', 'up'))
+    """
+    return f"{pieces}{PIECES}{axis}"
+
+
+def piece_loop(groups: Sequence[Sequence[str]]) -> tuple[Path, str] | None:
+    """Return the module path and the scope of the outermost loop over pieces in a name stack.
+
+    >>> piece_loop([["Net"], ["head", "16 pieces of axis 0", "up"]])
+    (('Net', 'head'), '16 pieces of axis 0')
+    """
+    for g, group in enumerate(groups):
+        for i, scope in enumerate(group):
+            if _PIECES.fullmatch(scope):
+                return join_scopes([*groups[:g], group[:i]]), scope
+    return None
 
 
 def module_path(eqn: Any, base: Path = ()) -> Path:

@@ -272,10 +272,15 @@ def _phases(line: Mapping[str, Any]) -> Iterator[tuple[int, int, str]]:
 def _told(peak: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the instant: where the peak is, and its largest buffers."""
     buffers = {
-        f"{number}. {b['module'] or b['op']} {b['shape']}": format_bytes(b["bytes"])
+        f"{number}. {_place(b) or b['op']} {b['shape']}": format_bytes(b["bytes"])
         for number, b in enumerate(peak.get("buffers", ())[:10], start=1)
     }
-    return {"bytes": peak["bytes"], "module": peak["module"], **buffers}
+    return {"bytes": peak["bytes"], "module": _place(peak), **buffers}
+
+
+def _place(found: Mapping[str, Any]) -> str:
+    """Return the module of a buffer or of a peak, and the loop over pieces that it is in."""
+    return ", ".join(filter(None, (found["module"], found.get("pieces"))))
 
 
 # -- what they draw ---------------------------------------------------------------------------

@@ -261,7 +261,7 @@ function cards() {
   }
   const top = here("peak");
   if (top) {
-    found.push(card("The peak is in", `the ${top.phase}`, [top.module ? `of ${top.module}` : "",
+    found.push(card("The peak is in", `the ${top.phase}`, [top.module ? `of ${inPieces(top.module, top.pieces)}` : "",
       top.attributed_fraction === undefined ? "" : `${percent(Math.floor(top.attributed_fraction * 1000) / 1000)} known by module or argument`]));
   }
   if (!found.length) return null;
@@ -390,7 +390,7 @@ function timeline() {
   }
   const top = here("peak");
   const about = `${bytes(top ? peakOf(top) : Math.max(...curve.bytes) * curve.unit)} at the peak` +
-    (top ? `, step ${many(top.step)} of ${many(top.steps)}, in the ${top.phase}${top.module ? ` of ${top.module}` : ""}` : "");
+    (top ? `, step ${many(top.step)} of ${many(top.steps)}, in the ${top.phase}${top.module ? ` of ${inPieces(top.module, top.pieces)}` : ""}` : "");
   const node = section("Timeline", `${about}; drag over a part to zoom in`, [out, whole, by, over], plot, legend, live);
   return {node, after: () => {
     paint();
@@ -603,6 +603,12 @@ function grid(count, columns, name, sorted) {
 }
 const known = show => n => typeof n === "number" ? show(n) : "";
 const mono = text => el("span", {class: "mono"}, text);
+const inPieces = (module, pieces) => pieces ? `${module}, ${pieces}` : module;
+// The module of each row, and the loop over pieces that it is in.
+const modules = table => {
+  const module = column(table, "module"), pieces = column(table, "pieces");
+  return i => inPieces(module(i), pieces(i));
+};
 const place = text => el("span", {class: "mono", title: text}, tail(text));
 
 // -- at the peak ------------------------------------------------------------------------------
@@ -620,7 +626,7 @@ function peak() {
   const table = grid(b.count, [
     {title: "bytes", num: true, get: b.bytes, show: bytes},
     {title: "array", get: b.shape, show: mono},
-    {title: "module or argument", get: b.module, show: mono},
+    {title: "module or argument", get: modules(top.buffers), show: mono},
     {title: "made in", get: b.owner, show: text => [dot(color(text)), text]},
     {title: "operation", get: b.op},
     {title: "source", get: b.source, show: place},
@@ -915,7 +921,7 @@ function recomputed() {
       {title: "count", num: true, get: column(t, "count"), show: known(many)},
       {title: "operation", get: column(t, "primitive")},
       {title: "array", get: column(t, "array"), show: mono},
-      {title: "module", get: column(t, "module"), show: mono},
+      {title: "module", get: modules(t), show: mono},
       {title: "region", get: column(t, "region"), show: mono},
       {title: "source", get: column(t, "source"), show: place},
     ], "operations computed twice", 0);
@@ -949,7 +955,7 @@ function regions() {
   for (let i = 0; i < t.rows; i++) tally[verdicts(i)] = (tally[verdicts(i)] || 0) + 1;
   const tone = text => text === "effective" ? "badge good" : /undone|dropped|nothing/.test(text) ? "badge bad" : "badge";
   const table = grid(t.rows, [
-    {title: "region", get: column(t, "module"), show: mono},
+    {title: "region", get: modules(t), show: mono},
     {title: "verdict", get: verdicts, show: text => el("span", {class: tone(text)}, text)},
     {title: "saved", num: true, get: column(t, "saved_bytes"), show: known(bytes)},
     {title: "computed twice", num: true, get: column(t, "recomputed_flops"), show: known(flops)},

@@ -36,10 +36,13 @@ _SAVED = (
 )
 
 
-_RECOMPUTED = ("primitive", "module", "source", "count", "flops", "bytes", "array", "region")
+_RECOMPUTED = (
+    *("primitive", "module", "source", "count", "flops", "bytes", "array", "region"),
+    "pieces",
+)
 
 
-_BUFFERS = ("bytes", "shape", "kind", "module", "source", "phase", "op")
+_BUFFERS = ("bytes", "shape", "kind", "module", "source", "phase", "op", "pieces")
 
 
 _COMPILED = ("primitive", "module", "source", "count", "state", "flops", "bytes", "seconds")
@@ -53,7 +56,7 @@ _WHAT_IF = (
 
 _REGIONS = (
     *("module", "verdict", "saved_bytes", "recomputed_flops", "recomputed_seconds"),
-    *("kept_fraction", "message"),
+    *("kept_fraction", "message", "pieces"),
 )
 
 

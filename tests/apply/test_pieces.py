@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,7 @@ import pytest
 from flax import nnx
 from zoo import load
 
-import remat_kit
-from remat_kit import PolicyError, RematKitWarning, UserError, measure, pieces, policy
+from remat_kit import PolicyError, UserError, measure, pieces, policy
 from remat_kit._apply.pieces import chosen
 from remat_kit._program.program import bodies, flat_program
 
@@ -349,24 +347,6 @@ def test_less_memory_on_a_tpu() -> None:
     whole, found = (measure(f, *args, target="tpu-v5e").temp_bytes for f in (loss, split))
     assert whole > 4 * 512 * 16384 * 4  # the logits
     assert found < 0.1 * whole
-
-
-def test_a_report_says_what_it_does_not_count():
-    def head(w, x):
-        return jnp.sum(jnp.tanh(x @ w) ** 2)
-
-    w, x = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((32, 8), jnp.float32)
-    with pytest.warns(RematKitWarning, match="not counted as recomputed"):
-        remat_kit.inspect(policy(pieces(4))(head), w, x)
-    jitted = jax.jit(policy(pieces(4))(head))
-    jax.eval_shape(jax.grad(jitted), w, x)  # JAX does not trace it a second time
-    with pytest.warns(RematKitWarning, match="not counted as recomputed"):
-        remat_kit.inspect(jitted, w, x)
-    with pytest.warns(RematKitWarning, match="not counted as recomputed"):
-        remat_kit.diff(head, jitted, w, x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        remat_kit.inspect(policy("nothing")(head), w, x)
 
 
 def test_pieces_have_no_common_subexpressions_to_prevent():

@@ -476,3 +476,54 @@ def test_equal_numbers_are_equal_values(implementation, build):
                 a, b = jax.random.key_data(a), jax.random.key_data(b)
             np.testing.assert_array_equal(a, b)
     assert repeated > 2
+
+
+def head(w, x):
+    return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+
+@pytest.mark.parametrize("k", [4, 5])  # five pieces of 32 rows: the last one is smaller
+def test_a_loop_over_pieces_computes_each_piece_twice(k, implementation):
+    w, x = f32(8, 16), f32(32, 8)
+    split = remat_kit.policy(remat_kit.pieces(k))(head)
+    for loss in (split, jax.jit(split)):
+        found = recomputed(loss, (w, x))
+        assert {r.pieces for r in found} == {f"{k} pieces of axis 0"}
+        flops = {
+            p: sum(r.flops for r in found if r.primitive == p) for p in ("dot_general", "tanh")
+        }
+        assert flops == {"dot_general": 2 * 32 * 16 * 8, "tanh": 32 * 16}
+        rows = {r.shape[0]: r.count for r in found if r.primitive == "tanh"}
+        assert rows == ({8: 4} if k == 4 else {7: 4, 4: 1})
+    assert not any(r.pieces for r in recomputed(remat_kit.policy("nothing")(head), (w, x)))
+
+
+def test_pieces_of_modules_are_regions_with_their_paths():
+    loss, args = gpt.build(size="tiny", batch=4, layers=2)
+    split = remat_kit.policy(remat_kit.pieces(4), at="*/mlp")(loss)
+    report = remat_kit.inspect(split, *args, target="cpu")
+    found = [r for r in report.recomputed if r.pieces and r.flops]
+    assert {r.region for r in found} == {"GPT/block_0/mlp", "GPT/block_1/mlp"}
+    assert all(r.module.startswith(r.region) for r in found)
+    whole = recomputed(remat_kit.policy("nothing", at="*/mlp")(loss), args)
+    assert max(r.flops for r in found) == max(r.flops for r in whole)
+    regions = report.readings["cpu"].regions
+    assert {v.module: v.pieces for v in regions} == {r.region: r.pieces for r in found}
+    assert all(v.message.startswith(v.pieces) for v in regions)
+    assert str(found[0].pieces) in str(report)
+    # Nothing else becomes a region because of the loops.
+    assert not [r for r in recomputed(loss, args) if r.pieces]
+
+
+def test_a_diff_names_the_loop_over_pieces():
+    w, x = f32(8, 16), f32(32, 8)
+    found = remat_kit.diff(head, remat_kit.policy(remat_kit.pieces(4))(head), w, x)
+    assert {d.pieces for d in found.duplicates} == {"4 pieces of axis 0"}
+    assert "4 pieces of axis 0" in str(found)
+
+
+def test_a_loop_without_a_counterpart_is_a_warning(monkeypatch):
+    split = remat_kit.policy(remat_kit.pieces(4))(head)
+    monkeypatch.setattr("remat_kit._inspect.recomputed.duplicates", lambda gradient: iter(()))
+    with pytest.warns(remat_kit.RematKitWarning, match="not counted as recomputed"):
+        remat_kit.inspect(split, f32(8, 16), f32(32, 8))
