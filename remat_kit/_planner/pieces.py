@@ -42,6 +42,7 @@ from remat_kit._policy.divisions import Division
 from remat_kit._program import ops as _ops
 from remat_kit._program.split import Split
 from remat_kit._program.structure import structure_of
+from remat_kit._units import format_bytes
 
 # An array is narrow if it has at most this share of the bytes of the array that is divided.
 _NARROW = 0.5
@@ -60,6 +61,9 @@ _GAIN = 0.85
 
 # The search for more segments ends if the peak does not fall below this share of the least so far.
 _PROGRESS = 0.98
+
+# The arrays of the largest working set that `floor` tries to divide.
+_TRIED = 3
 
 # Arrays below this share of the largest working set are not worth dividing.
 _SMALLEST = 1 / 64
@@ -121,6 +125,71 @@ class Variant:
         longer = own.forward_seconds + own.backward_seconds
         longer -= graph.forward_seconds + graph.backward_seconds
         return flops, max(own.again_seconds, longer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Floor:
+    """The operation with the largest working set, which recomputation alone does not make smaller.
+
+    Attributes:
+        module, primitive: the operation.
+        array: the largest array that it works on, as ``float32[8,1024,50257]``.
+        bytes: what its derivative needs at once.
+        way: a segment around it in pieces that needs less at once.
+    """
+
+    module: str
+    primitive: str
+    array: str
+    bytes: int
+    way: PieceWay
+
+    def __str__(self) -> str:
+        size, d = format_bytes(self.bytes), self.way.division
+        where = f"{self.module or 'the top level'} (`{self.primitive}`, {self.array})"
+        return (
+            f"one operation alone needs about {size}: {where}. pieces=True (--pieces) may go below "
+            f"this: in {d.pieces} pieces of axis {d.axis} it needs about "
+            f"{format_bytes(self.way.cost.backward_bytes)} at a time. It is off by default, "
+            "because sums over pieces round in another order"
+        )
+
+
+def floor(graph: CostGraph, chip: LinkedChip) -> Floor | None:
+    """Return the largest working set of a program, if a segment around it can run in pieces.
+
+    Only this one segment is examined, so the answer takes a small part of the time of a search. It
+    is None if no axis of the arrays can be divided, and for programs of several devices.
+
+    >>> import jax.numpy as jnp
+    >>> from remat_kit._chip.target import target
+    >>> from remat_kit._planner.build import trace
+    >>> w, x = jnp.ones((16, 4096)), jnp.ones((256, 16))
+    >>> graph = trace(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2), (w, x), target("cpu"))
+    >>> found = floor(graph, target("cpu"))
+    >>> found.array, found.way.division.axis, found.way.cost.backward_bytes < found.bytes
+    ('float32[256,4096]', 0, True)
+
+    Args:
+        graph: the cost graph of the program as it is.
+        chip: the chip of the graph.
+    """
+    if is_partitioned(graph):
+        return None
+    sets = [(size, i, s) for s in _searches(graph, chip) for size, i in s.working_sets()]
+    if not sets:
+        return None
+    size, index, search = max(sets, key=lambda x: x[0])
+    e, tensors = search.graph.equations[index], search.graph.tensors
+    left = {t.index for t in search.left()}
+    arrays = sorted({*e.makes, *e.reads} & left, key=lambda t: -tensors[t].bytes)
+    for t in arrays[:_TRIED]:
+        option = search.option(t, [])
+        way = None if option is None else option.fitting(size / 2)
+        if way is not None and way.cost.backward_bytes < _GAIN * size:
+            dims = ",".join(map(str, tensors[t].shape))
+            return Floor(e.module, e.primitive, f"{tensors[t].dtype}[{dims}]", int(size), way)
+    return None
 
 
 def is_partitioned(graph: CostGraph) -> bool:
@@ -253,15 +322,18 @@ class _SegmentSearch:
 
     def largest_working_set(self) -> float:
         """Return the bytes that the derivative of one operation in no segment needs at most."""
-        inside, tensors, most = self.inside, self.graph.tensors, 0
+        return max((size for size, _ in self.working_sets()), default=0)
+
+    def working_sets(self) -> Iterator[tuple[float, int]]:
+        """Yield the bytes that the derivative of each operation in no segment needs."""
+        inside, tensors = self.inside, self.graph.tensors
         for e in self.graph.equations:
             if e.index in inside or e.loop is not None:
                 continue
             held = {t for t in (*e.needs, *e.makes, *e.reads) if tensors[t].in_memory}
             flowing = {t for t in (*e.makes, *e.reads) if tensors[t].producer >= 0}
             size = sum(tensors[t].bytes for t in held) + e.working_bytes
-            most = max(most, size + sum(tensors[t].cotangent_bytes for t in flowing))
-        return most
+            yield size + sum(tensors[t].cotangent_bytes for t in flowing), e.index
 
     def option(self, t: int, options: Sequence[Option]) -> Option | None:
         """Return the segment around an array, if it can run in pieces."""

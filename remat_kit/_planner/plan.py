@@ -248,6 +248,10 @@ def _why(m: ModulePlan) -> str:
     return "recomputed: recomputing it costs less than storing it"
 
 
+# A plan whose peak is at most this multiple of the least one says whether pieces could lower it.
+_LEAST = 1.02
+
+
 # -- choosing -------------------------------------------------------------------------------------
 
 
@@ -421,6 +425,9 @@ def answered(search: Search, answer: Answer) -> Plan:
             _by_module(f.graph_of(p), p.schedule), _by_module(f.graph, f.plain.schedule)
         )
     )
+    if search.predicted(answer.place) <= _LEAST * search.predicted(least):
+        lower = search.floor(memory.peak_bytes or answer.predicted)
+        notes += [] if lower is None else [str(lower)]
     if names := dict.fromkeys(name for m in modules for name in m.unknown):
         again = any(m.unknown_again for m in modules)
         what = "some of them are recomputed" if again else "none of them is recomputed"

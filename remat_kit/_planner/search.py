@@ -31,7 +31,9 @@ from remat_kit._chip.target import Target
 from remat_kit._compiled import hlo as _hlo
 from remat_kit._compiled import peak as _peak
 from remat_kit._errors import PolicyError, UserError
+from remat_kit._planner import pieces as _pieces
 from remat_kit._planner.frontier import Frontier, Tick, held_arrays
+from remat_kit._planner.pieces import Floor
 from remat_kit._planner.point import Point
 from remat_kit._policy.structural import Planned
 from remat_kit._program import ops as _ops
@@ -70,6 +72,10 @@ _FORMS = (
     'from 0 to 1 (0.5, "50%"), "min" (the least), "free" (the least at no more than 2 % extra '
     'time) or "fit" (what the chip has)'
 )
+
+
+# Pieces are proposed if the largest working set makes at least this share of the temporaries.
+_HOLDS = 0.25
 
 
 _WORDS = ("min", "free", "fit")
@@ -444,14 +450,28 @@ class Search:
         holding = "; ".join(held_arrays(graph, start, stop))
         place = graph.equations[min(start, len(graph.equations) - 1)].module
         given, reached = format_apart(limit, size)
+        lower = self.floor(size)
         return UserError(
             f"`plan(..., budget={given!r})`: no schedule that was compiled fits. The least memory "
             f"that was reached is {reached}, of which {format_bytes(self.fixed())} are arguments "
             f"and results; its peak is in the {point.cost.peak_kind} pass at "
             f"{place or 'the top level'}, where these are the largest arrays: {holding}",
             hint="use a smaller batch or a chip with more memory; budget='min' returns the plan "
-            f"with the least memory{'' if self.has_pieces else ', and pieces=True may need less'}",
+            f"with the least memory{'' if lower is None else f'; {lower}'}",
         )
+
+    def floor(self, peak: int) -> Floor | None:
+        """Return what keeps a peak from falling further, if pieces could lower it.
+
+        None if pieces are among the candidates already, or if what is live beside the largest
+        working set makes most of the temporaries at the peak.
+        """
+        if self.has_pieces:
+            return None
+        found = _pieces.floor(self.frontier.graph, self.chip)
+        if found is None or found.bytes < _HOLDS * (peak - self.fixed()):
+            return None
+        return found
 
     @property
     def has_pieces(self) -> bool:

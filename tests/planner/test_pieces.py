@@ -179,3 +179,42 @@ def test_auto_with_pieces():
     memory = remat_kit.measure(lean, *args, target="cpu")
     assert memory.temp_bytes < 0.5 * remat_kit.measure(fn, *args, target="cpu").temp_bytes
     assert jnp.isfinite(jax.value_and_grad(lean)(*values)[0])
+
+
+# -- without pieces: what they could do -----------------------------------------------------------
+
+LOGITS = {"size": "tiny", "batch": 8, "layers": 2, "vocab": 20000}
+
+
+def test_the_floor_is_the_largest_working_set():
+    graph = build.trace(*load("gpt").build(**LOGITS), target("cpu"))
+    least = pieces.floor(graph, target("cpu"))
+    assert (least.module, least.array) == ("GPT/wte.attend", "float32[8,16,20000]")
+    logits = 8 * 16 * 20000 * 4
+    assert 2 * logits <= least.bytes <= 2.2 * logits  # with their cotangent
+    assert least.way.cost.backward_bytes < least.bytes / 2
+    # The search for variants begins with the same array.
+    first = next(pieces.variants(graph, target("cpu")))
+    assert least.way.division.of in {d.of for d in first.divided.divisions}
+
+
+def test_no_floor_is_named_where_no_axis_can_be_divided():
+    def loss(x):
+        return jnp.sum(jnp.sin(jnp.cumsum(jnp.exp(x))))
+
+    graph = build.trace(loss, (jax.ShapeDtypeStruct((4096,), jnp.float32),), target("cpu"))
+    assert pieces.floor(graph, target("cpu")) is None
+
+
+def test_a_least_plan_and_an_error_without_pieces_name_the_floor():
+    fn, args = load("gpt").build(**LOGITS)
+    least = plan(fn, *args, budget="min", compiles=2)
+    for text in (str(least), least.explain().text()):
+        assert "GPT/wte.attend (`dot_general`, float32[8,16,20000])" in text
+        assert "pieces=True (--pieces) may go below" in text
+    with pytest.raises(UserError, match=r"GPT/wte\.attend.*pieces=True \(--pieces\) may go below"):
+        plan(fn, *args, budget=least.compiled_peak_bytes * 2 // 3, compiles=2)
+    in_pieces = plan(fn, *args, budget="min", pieces=True, compiles=2)
+    assert in_pieces.compiled_peak_bytes < least.compiled_peak_bytes
+    assert "may go below" not in str(in_pieces)
+    assert "may go below" not in str(plan(fn, *args, budget="fit", compiles=2))
