@@ -327,7 +327,7 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, dict[str, Any]], ...] = (
     ("--offload", _PLANNING, "also offload residuals of scans to the host's memory", _FLAG),
     (
         "--pieces",
-        (*_PLANNING, *_BATCHES),
+        (*_PLANNING, *_BATCHES, "doctor"),
         "plans may also run segments in pieces of an axis, recomputed one after the other",
         _FLAG,
     ),

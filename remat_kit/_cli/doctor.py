@@ -95,6 +95,7 @@ def doctor_command(options: argparse.Namespace) -> None:
             step,
             options.target,
             options.budget,
+            pieces=options.pieces,
             patch=functools.partial(_patch, options=options),
             progress=progress.say,
         )
@@ -141,8 +142,8 @@ def _read_log(options: argparse.Namespace) -> None:
             f"`{call} {options.words[0]}`: a log and a script are given",
             hint="give one of them; the script need not run to read a log",
         )
-    for name in ("save", "html", "step", "budget", "target"):
-        if getattr(options, name) is not None:
+    for name in ("save", "html", "step", "budget", "target", "pieces"):
+        if getattr(options, name) not in (None, False):
             raise UserError(
                 f"`--{name}`: it has no effect with --log, because a log contains no program",
                 hint="leave it out, or name the script",

@@ -15,6 +15,7 @@ from remat_kit._chip.target import target as find_target
 from remat_kit._doctor.capture import FoundStep, step_named
 from remat_kit._errors import UserError
 from remat_kit._inspect import headline as _headline
+from remat_kit._inspect.lints.scene import Lint
 from remat_kit._inspect.report import Report, StepLoss
 from remat_kit._inspect.report import inspect as inspect_step
 from remat_kit._planner.plan import Plan
@@ -171,6 +172,7 @@ def doctor(
     target: str | Target | None = None,
     budget: str | int | float | None = None,
     argnums: int | Sequence[int] | None = 0,
+    pieces: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Diagnosis:
     """Say what holds the memory of a training step, whether it fits, and which plan to use.
@@ -201,13 +203,15 @@ def doctor(
         budget: as for `plan`. By default the memory of the chip if the step does not fit, and else
             ``free``, the least memory for at most 2 % extra time.
         argnums: as for `measure`.
+        pieces: whether the plan may run segments in pieces, as for `plan`. Without it, the doctor
+            says what such a plan needs if no other one fits.
         progress: called with a description of the current work.
 
     Raises:
         UserError, TargetError: as for `inspect` and `plan`. A plan that does not exist is no error.
     """
     found = step_named(step, args, argnums)
-    return diagnose(found, target, budget, progress=progress)
+    return diagnose(found, target, budget, pieces=pieces, progress=progress)
 
 
 def diagnose(
@@ -215,6 +219,7 @@ def diagnose(
     target: str | Target | None = None,
     budget: str | int | float | None = None,
     *,
+    pieces: bool = False,
     patch: Callable[[FoundStep], str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Diagnosis:
@@ -236,21 +241,48 @@ def diagnose(
             "the gradient is not taken in a jitted function, so this is about the loss alone, "
             "without the optimizer"
         )
-    try:
-        plan = find_plan(
+
+    def planned(pieces: bool) -> Plan:
+        return find_plan(
             step.fn,
             *step.args,
             budget=wanted,
             target=chip,
             argnums=step.argnums,
+            pieces=pieces,
             progress=tick,
         )
+
+    try:
+        plan = planned(pieces)
     except UserError as error:
         plan = None
         notes.append(f"no plan: {error.message.partition('`: ')[2] or error.message}")
+        if not pieces and report.memory[chip.name].devices == 1:
+            notes += _with_pieces(planned)
+    if not pieces and plan is not None and not any("pieces=True" in n for n in plan.notes):
+        notes += [_of_lint(lint) for lint in report.lints if lint.code == "peak-in-pieces"]
     losses = report.losses or (StepLoss(step.name, step.source, 1.0, ""),)
     lines = (patch or lines_to_paste)(step) if plan is not None else ""
     return Diagnosis(step, report, plan, losses, _holders(report), tuple(notes), lines)
+
+
+def _with_pieces(planned: Callable[[bool], Plan]) -> list[str]:
+    """Return what a plan with pieces needs, if there is one where no other plan fits."""
+    try:
+        lean = planned(True)
+    except UserError:
+        return []
+    extra = lean.point.extra_flops_fraction if lean.point else 0.0
+    return [
+        f"with pieces=True (--pieces) a plan fits: {format_bytes(lean.compiled_peak_bytes or lean.predicted_peak_bytes)} for "
+        f"+{format_percent(extra)} of the forward FLOPs. Segments of it run in pieces of an axis, "
+        "so that sums round in another order"
+    ]
+
+
+def _of_lint(lint: Lint) -> str:
+    return f"{lint.message}: pieces=True (--pieces) plans with pieces"
 
 
 def default_target() -> str:

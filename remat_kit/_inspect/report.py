@@ -149,6 +149,7 @@ def inspect(
             hlo.get(name),
             before.get(name),
             collectives=readings[name].collectives if name in readings else (),
+            peak=readings[name].peak if name in readings else None,
         )
         for name in memory
     }

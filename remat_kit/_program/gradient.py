@@ -291,6 +291,7 @@ class Gradient:
         primal_live: the operations of ``primal`` that a result depends on.
         names: the names of the arguments, in order.
         shards: of a partitioned program, the shape on one device of the residuals that are split.
+        loss: the jaxpr of the loss.
     """
 
     flow: Flow
@@ -303,6 +304,7 @@ class Gradient:
     primal_live: set[Op]
     names: tuple[str, ...]
     shards: Mapping[Op, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    loss: Any = dataclasses.field(default=None, repr=False)
 
     def nbytes(self, residual: Op, aval: Any) -> int:
         """Return the bytes of a residual, on each device if it is split over several."""
@@ -371,6 +373,7 @@ def trace_gradient(
         primal_live=primal.live(result),
         names=_argument_names(fn, structs),
         shards=_shards(forward, backward, structs, [op for op, _ in residuals]),
+        loss=loss,
     )
 
 

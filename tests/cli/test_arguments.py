@@ -120,7 +120,7 @@ CASES = {
         "--compiles": (["0"], []),
     },
     "doctor": dict.fromkeys(
-        ("--target", "--budget", "--step", "--log", "--save", "--html", "--full")
+        ("--target", "--budget", "--pieces", "--step", "--log", "--save", "--html", "--full")
     ),
     "run": dict.fromkeys(("--plan", "--policy", "--at")),
     "mcp": {},

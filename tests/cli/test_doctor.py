@@ -110,6 +110,15 @@ def test_the_answer_for_a_plain_script(planned):
     assert sorted(p.name for p in script.parent.iterdir()) == ["plan.toml", "train.py"]
 
 
+def test_a_plan_with_pieces(diagnosed, model):
+    words = ("--target", "cpu", "--budget", "min", model(PLAIN), "--rows", "65536")
+    lean, _ = diagnosed("--pieces", *words)
+    whole, _ = diagnosed(*words)
+    assert " pieces " in lean["plan"]["policy"]
+    assert " pieces " not in whole["plan"]["policy"]
+    assert lean["plan"]["compiled_peak_bytes"] < whole["plan"]["compiled_peak_bytes"]
+
+
 def test_the_lines_to_paste_work(planned, monkeypatch):
     script, _, found, _ = planned
     monkeypatch.chdir(script.parent)

@@ -29,6 +29,7 @@ from remat_kit._inspect.lints.rules import (
     unknown_names,
 )
 from remat_kit._inspect.lints.scene import KEEPS_NOTHING, WORTH_A_LINE, CompiledFacts, Lint, Scene
+from remat_kit._inspect.lints.working_set import peak_in_pieces
 from remat_kit._inspect.recomputed import Recomputed
 from remat_kit._inspect.residuals import Residual
 from remat_kit._policy.algebra import Policy
@@ -119,5 +120,5 @@ _RULES: tuple[Callable[[Scene], Iterator[Lint]], ...] = (
     *(whole_loss, regions_without_effect, rules_without_effect, never_read, never_called),
     *(unknown_names,),
     *(cse_undone, saved_copies, dropout_masks, collectives, repeated_collectives, kernels),
-    *(tiny_offloads, dropped_offloads, _raised_peaks),
+    *(tiny_offloads, dropped_offloads, _raised_peaks, peak_in_pieces),
 )

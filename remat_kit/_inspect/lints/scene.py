@@ -13,6 +13,7 @@ from remat_kit._apply.region import user_name
 from remat_kit._chip.memory import Memory
 from remat_kit._compiled.collectives import Collective
 from remat_kit._compiled.duplicates import RecomputedOps
+from remat_kit._compiled.peak import Peak
 from remat_kit._errors import PolicyError
 from remat_kit._inspect.recomputed import Recomputed, duplicates
 from remat_kit._inspect.residuals import Residual
@@ -83,12 +84,14 @@ class CompiledFacts:
         hlo: the operations that it computes twice; None if the program did not compile.
         collectives: the collectives of the compiled program.
         baseline: the memory of the same loss without a policy, if that was compiled.
+        peak: the peak of the compiled program; None if the compiler returned no program.
     """
 
     memory: Memory
     hlo: RecomputedOps | None = None
     baseline: Memory | None = None
     collectives: tuple[Collective, ...] = ()
+    peak: Peak | None = None
 
 
 # -- what the lints look at -------------------------------------------------------------------
