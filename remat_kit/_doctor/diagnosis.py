@@ -274,8 +274,9 @@ def _with_pieces(planned: Callable[[bool], Plan]) -> list[str]:
     except UserError:
         return []
     extra = lean.point.extra_flops_fraction if lean.point else 0.0
+    peak = lean.compiled_peak_bytes or lean.predicted_peak_bytes
     return [
-        f"with pieces=True (--pieces) a plan fits: {format_bytes(lean.compiled_peak_bytes or lean.predicted_peak_bytes)} for "
+        f"with pieces=True (--pieces) a plan fits: {format_bytes(peak)} for "
         f"+{format_percent(extra)} of the forward FLOPs. Segments of it run in pieces of an axis, "
         "so that sums round in another order"
     ]
