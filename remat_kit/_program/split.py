@@ -387,6 +387,8 @@ class _Region:
     def finished(self, value: Any) -> Split | Blocked:
         program, before = self.facts.program, self.before_loop()
         self._drop_unused(before)
+        if value not in self.how:
+            return Blocked(None, "no result depends on the value")
         after: set[int] = set()
         late = {v for i in self.ways for v in self.eqns[i].outvars}
         for i, eqn in enumerate(self.eqns):

@@ -172,3 +172,16 @@ def test_effects_and_single_entries() -> None:
 
 def test_nothing_is_wide() -> None:
     assert widest(program_of(lambda x: x, (4,))) is None
+
+
+def test_a_value_that_no_result_depends_on_is_not_divided() -> None:
+    def fn(x: Any) -> Any:
+        unread = jnp.abs(x) * 2
+        del unread
+        return jnp.sin(x) * 3
+
+    program = flat_program(jax.make_jaxpr(fn)(jnp.ones((8, 4))))
+    dead = program.eqns[0].outvars[0]
+    found = split(program, dead, 0)
+    assert isinstance(found, Blocked)
+    assert str(found) == "no result depends on the value"
