@@ -172,11 +172,42 @@ class PieceLoop:
 
     @functools.cached_property
     def moving(self) -> list[bool]:
-        """Which outputs have tangents: nobody differentiates a maximum over all pieces."""
+        """Which outputs may have tangents: nobody differentiates a maximum over all pieces."""
         return [
             _is_float(v.aval) and how not in (Partial.MAX, Partial.MIN)
             for v, how in self.split.outputs
         ]
+
+    @functools.cached_property
+    def _changing(self) -> dict[tuple[int, ...], list[bool]]:
+        return {}
+
+    def changing(self, primals: Sequence[Any], wrt: Sequence[int]) -> list[bool]:
+        """Tell which outputs change with some of the inputs; the others have no tangents.
+
+        An output that depends on them only through `jax.lax.stop_gradient`, or through an operation
+        like ``sign``, has none, so that what reads it needs no derivative.
+        """
+        key = tuple(wrt)
+        if key not in self._changing:
+            avals = [jax.typeof(x) for x in primals]
+            moved = [avals[i].to_tangent_aval() for i in wrt]
+            closed = jax.make_jaxpr(functools.partial(self._first_changes, key))(avals, moved)
+            depends = set(closed.jaxpr.invars[len(avals) :])
+            for eqn in closed.jaxpr.eqns:
+                if not depends.isdisjoint(v for v in eqn.invars if not isinstance(v, jec.Literal)):
+                    depends.update(eqn.outvars)
+            outs = (not isinstance(v, jec.Literal) and v in depends for v in closed.jaxpr.outvars)
+            self._changing[key] = [m and next(outs) for m in self.moving]
+        return self._changing[key]
+
+    def _first_changes(self, wrt: tuple[int, ...], xs: list[Any], ds: list[Any]) -> list[Any]:
+        """Return the tangents of the first piece of the outputs that may have some."""
+        piece = Piece(self.split.n, self.size, 0)
+        values = self.cut(xs, piece)
+        moved = self._cut_tangents(ds, wrt, piece)
+        fn = self._of_some(wrt, self.moving, values, piece)
+        return jax.jvp(fn, [values[i] for i in wrt], moved)[1]
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """Evaluate the loop; the result can be differentiated in any mode and order."""
@@ -191,10 +222,11 @@ class PieceLoop:
                 if not isinstance(d, SymbolicZero) and _is_float(jax.typeof(primals[i]))
             ]
             ys = self._differentiable(*primals)
-            changes = iter(self._tangents(primals, wrt, [tangents[i] for i in wrt]))
+            moving = self.changing(primals, wrt)
+            changes = iter(self._tangents(primals, wrt, [tangents[i] for i in wrt], moving))
             return ys, [
-                next(changes) if m and wrt else SymbolicZero(jax.typeof(y).to_tangent_aval())
-                for y, m in zip(ys, self.moving, strict=True)
+                next(changes) if m else SymbolicZero(jax.typeof(y).to_tangent_aval())
+                for y, m in zip(ys, moving, strict=True)
             ]
 
         return _jax.with_symbolic_zeros(self._evaluated, rule)
@@ -234,6 +266,13 @@ class PieceLoop:
             for x, (_, how) in zip(values, self.inputs, strict=True)
         ]
 
+    def _cut_tangents(self, ds: Sequence[Any], wrt: Sequence[int], piece: Piece) -> list[Any]:
+        hows = [self.inputs[i][1] for i in wrt]
+        return [
+            piece.cut(d, how) if isinstance(how, Along) else d
+            for d, how in zip(ds, hows, strict=True)
+        ]
+
     def body(self, values: Sequence[Any], piece: Piece) -> list[Any]:
         """Evaluate the equations of the loop on one piece."""
         eqns, how = self.split.program.eqns, self.split.how
@@ -268,7 +307,9 @@ class PieceLoop:
             start = [_buffer(v.aval, how, near) for v, how in self.split.outputs]
             return self.over_pieces(start, step)
 
-    def _of_some(self, wrt: Sequence[int], values: Sequence[Any], piece: Piece) -> Any:
+    def _of_some(
+        self, wrt: Sequence[int], moving: Sequence[bool], values: Sequence[Any], piece: Piece
+    ) -> Any:
         """Return the outputs that have tangents, as a function of some of the inputs."""
 
         def some(*xs: Any) -> list[Any]:
@@ -276,15 +317,19 @@ class PieceLoop:
             for i, x in zip(wrt, xs, strict=True):
                 given[i] = x
             outs = self.body(given, piece)
-            return [y for y, m in zip(outs, self.moving, strict=True) if m]
+            return [y for y, m in zip(outs, moving, strict=True) if m]
 
         return some
 
     def _tangents(
-        self, primals: Sequence[Any], wrt: Sequence[int], tangents: Sequence[Any]
+        self,
+        primals: Sequence[Any],
+        wrt: Sequence[int],
+        tangents: Sequence[Any],
+        moving: Sequence[bool],
     ) -> list[Any]:
-        outputs = [o for o, m in zip(self.split.outputs, self.moving, strict=True) if m]
-        if not outputs or not wrt:
+        outputs = [o for o, m in zip(self.split.outputs, moving, strict=True) if m]
+        if not outputs:
             return []
         hows = [how for _, how in outputs]
         entering = [self.inputs[i][1] for i in wrt]
@@ -295,11 +340,8 @@ class PieceLoop:
 
             def step(carry: list[Any], piece: Piece) -> list[Any]:
                 values = self.cut(xs, piece)
-                moved = [
-                    piece.cut(d, how) if isinstance(how, Along) else d
-                    for d, how in zip(ds, entering, strict=True)
-                ]
-                fn = self._of_some(wrt, values, piece)
+                moved = self._cut_tangents(ds, wrt, piece)
+                fn = self._of_some(wrt, moving, values, piece)
                 _, changes = jax.jvp(fn, [values[i] for i in wrt], moved)
                 return _joined(hows, carry, changes, piece)
 
@@ -314,7 +356,7 @@ class PieceLoop:
             def step(carry: list[Any], piece: Piece) -> list[Any]:
                 with jax.named_scope(_paths.RECOMPUTED):
                     values = self.cut(xs, piece)
-                    fn = self._of_some(wrt, values, piece)
+                    fn = self._of_some(wrt, moving, values, piece)
                     ys, pull = _linearized(fn, [values[i] for i in wrt])
                 given = [
                     _jax.zeros(jax.typeof(y))

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from zoo import load
 
-from remat_kit import PolicyError, UserError, measure, pieces, policy
+from remat_kit import PolicyError, UserError, everything, measure, pieces, policy, recompute
 from remat_kit._apply.pieces import chosen
 from remat_kit._program.program import bodies, flat_program
 
@@ -192,6 +192,40 @@ def test_a_softmax_without_its_gradient_through_the_maximum() -> None:
 
     x = jnp.linspace(0.1, 0.2, 12)
     compare(spread, policy(pieces(4))(spread), (x,))
+
+
+@jax.custom_jvp
+def _without_derivative(x: Any) -> Any:
+    return x * 2
+
+
+@functools.partial(_without_derivative.defjvp, symbolic_zeros=True)
+def _refuse_tangents(primals: Any, tangents: Any) -> Any:
+    (d,) = tangents
+    assert isinstance(d, jax.custom_derivatives.SymbolicZero)
+    return _without_derivative(*primals), d
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["alone", "in a region"])
+def test_a_result_behind_a_stop_gradient_has_no_tangent(around: bool) -> None:
+    """As without pieces, what reads it needs no derivative."""
+
+    def halves(x: Any) -> tuple[Any, Any]:
+        wide = jnp.sin(x)[:, None] * jnp.arange(40.0)[None]
+        still = jax.lax.stop_gradient(jnp.sum(jnp.cos(wide), 1))
+        return jnp.sum(wide * wide, 1), still + jnp.sign(jnp.sum(wide, 1))
+
+    def loss(halves: Any, x: Any) -> Any:
+        moving, still = halves(x)
+        return jnp.sum(moving * _without_derivative(still))
+
+    split = policy(pieces(4, axis=0))(halves)
+    whole, found = functools.partial(loss, halves), functools.partial(loss, split)
+    if around:
+        found = policy(recompute(everything))(found)
+    x = jnp.linspace(0.1, 0.9, 12)
+    compare(whole, found, (x,))
+    same(jax.jacfwd(jax.grad(whole))(x), jax.jacfwd(jax.grad(found))(x))
 
 
 # -- errors ---------------------------------------------------------------------------------------
