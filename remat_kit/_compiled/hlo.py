@@ -10,6 +10,7 @@ modules that read attributes and shapes from the text would have to be written a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -270,7 +271,60 @@ def parse(hlo_text: str) -> HloModule:
             body.append(_instruction(line, begin, frames))
     if not entry:
         raise ValueError("the text holds no entry computation; is it optimised HLO?")
+    _Renaming(computations).run(entry)
     return HloModule(computations, entry, _aliased(lines[0]))
+
+
+class _Renaming:
+    """Gives the instructions of a loop the name stack of the loop.
+
+    JAX lowers a function that it calls several times once, and XLA copies it to each call. In the
+    copies a loop has the name stack of its own call, but the instructions of its body keep that of
+    the first call (jax 0.10.2 and 0.12). So the body of a loop in the backward pass would count as
+    a part of the forward pass.
+    """
+
+    def __init__(self, computations: dict[str, tuple[Instruction, ...]]):
+        self.computations = computations
+        self.seen: set[str] = set()
+
+    def run(self, name: str, old: str = "", new: str = "") -> None:
+        """Rename the instructions of a computation that stands in a loop, and all that it calls."""
+        if name in self.seen or name not in self.computations:
+            return
+        self.seen.add(name)
+        found = self.computations[name]
+        if old != new:
+            found = tuple(_renamed(i, old, new) for i in found)
+            self.computations[name] = found
+        for instruction in found:
+            inner = old, new
+            if instruction.opcode == "while":
+                inner = self.of_loop(instruction, old, new)
+            for called in instruction.called:
+                self.run(called, *inner)
+
+    def of_loop(self, loop: Instruction, old: str, new: str) -> tuple[str, str]:
+        """Return how the name stacks of the instructions in a loop begin, and how they should."""
+        if not loop.op_name.endswith("/while"):
+            return old, new
+        depth = loop.op_name.count(_IN_LOOP) + 1
+        inside = (i.op_name for c in loop.called for i in self.computations.get(c, ()))
+        stacks = [name.split(_IN_LOOP) for name in inside]
+        found = {_IN_LOOP.join(stack[:depth]) for stack in stacks if len(stack) > depth}
+        if len(found) != 1:
+            return old, new
+        return f"{found.pop()}/while/", f"{loop.op_name}/"
+
+
+_IN_LOOP = "/while/body/"
+
+
+def _renamed(instruction: Instruction, old: str, new: str) -> Instruction:
+    name = instruction.op_name
+    if not name.startswith(old):
+        return instruction
+    return dataclasses.replace(instruction, op_name=new + name.removeprefix(old))
 
 
 def _aliased(header: str) -> tuple[tuple[int | None, int], ...]:

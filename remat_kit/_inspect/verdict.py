@@ -109,7 +109,7 @@ def verdicts(
     regions = tuple(dict.fromkeys(region_paths(gradient).values()))
     loops = loops_of(gradient)
     asked = _asked(gradient)
-    place = _Places(regions)
+    place = _Places(regions, _recomputed_in(gradient))
     present = _by_region(((op.module, op.primitive, op.count) for op in ops.ops), place)
     forward = _by_region(((*key, count) for key, count in ops.forward.items()), place)
     saved = _saved(residuals, natural, place)
@@ -138,12 +138,32 @@ def verdicts(
     return (*found, *_compiler_added(ops, origins))
 
 
-class _Places:
-    """Finds the region of a module path: the deepest one whose path is a prefix of it."""
+def _recomputed_in(gradient: Gradient) -> dict[str, str]:
+    """Map each module to the region that recomputes it, or the largest part of it, by FLOPs.
 
-    def __init__(self, regions: Sequence[str]):
+    The path of a region is what the paths of its operations have in common, so that the path of a
+    smaller region may be a longer prefix of the module.
+    """
+    paths = region_paths(gradient)
+    flops: dict[tuple[str, str], float] = defaultdict(float)
+    for duplicate in duplicates(gradient):
+        twin = duplicate.twin
+        region = paths.get(twin.numbers[0], twin.module)
+        flops[twin.module, region] += duplicate.op.flops
+    return {module: region for (module, region), _ in sorted(flops.items(), key=lambda x: x[1])}
+
+
+class _Places:
+    """Finds the region of a module path: the deepest one whose path is a prefix of it.
+
+    Args:
+        regions: the paths of all regions.
+        known: the regions of modules for which this does not hold.
+    """
+
+    def __init__(self, regions: Sequence[str], known: Mapping[str, str]):
         self.regions = sorted(regions, key=len, reverse=True)
-        self.known: dict[str, str | None] = {}
+        self.known: dict[str, str | None] = dict(known)
 
     def of(self, module: str) -> str | None:
         if module not in self.known:

@@ -28,6 +28,56 @@ def test_every_instruction_of_a_real_program_is_parsed():
     assert all(set(i.operands) <= names for i in program.instructions())
 
 
+_TWICE = """HloModule m
+%body (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0), metadata={op_name="f/jvp(a)/while"}
+  ROOT %sin = f32[4]{0} sine(%p), metadata={op_name="f/jvp(a)/while/body/checkpoint/sin"}
+}
+%cond (q: f32[4]) -> pred[] {
+  %q = f32[4]{0} parameter(0)
+  ROOT %lt = pred[] constant(false), metadata={op_name="f/jvp(a)/while/cond/lt"}
+}
+%cosine (r: f32[4]) -> f32[4] {
+  %r = f32[4]{0} parameter(0)
+  ROOT %cos = f32[4]{0} cosine(%r), metadata={op_name="f/jvp(a)/while/body/while/body/cos"}
+}
+%inner (t: f32[4]) -> f32[4] {
+  %t = f32[4]{0} parameter(0)
+  ROOT %fusion = f32[4]{0} fusion(%t), kind=kLoop, calls=%cosine
+}
+%inner_cond (u: f32[4]) -> pred[] {
+  %u = f32[4]{0} parameter(0)
+  ROOT %lt.2 = pred[] constant(false)
+}
+%body.clone (s: f32[4]) -> f32[4] {
+  %s = f32[4]{0} parameter(0)
+  %exp = f32[4]{0} exponential(%s), metadata={op_name="f/jvp(a)/while/body/exp"}
+  %kept = f32[4]{0} negate(%exp), metadata={op_name="f/hoisted"}
+  ROOT %loop.3 = f32[4]{0} while(%kept), condition=%inner_cond, body=%inner, metadata=@1
+}
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %loop.1 = f32[4]{0} while(%x), condition=%cond, body=%body, metadata=@2
+  ROOT %loop.2 = f32[4]{0} while(%loop.1), condition=%cond, body=%body.clone, metadata=@3
+}
+"""
+
+
+def test_the_instructions_of_a_copied_loop_get_the_name_stack_of_the_loop():
+    stacks = "f/jvp(a)/while/body/while", "f/jvp(a)/while", "f/transpose(jvp(b))/while"
+    text = _TWICE
+    for i, stack in enumerate(stacks):
+        text = text.replace(f"@{i + 1}", f'{{op_name="{stack}"}}')
+    found = {i.name: i.op_name for i in parse(text).instructions()}
+    again = "f/transpose(jvp(b))/while/body"
+    assert found["sin"] == "f/jvp(a)/while/body/checkpoint/sin"
+    assert found["lt"] == "f/jvp(a)/while/cond/lt"
+    assert found["exp"] == f"{again}/exp"
+    assert found["loop.3"] == f"{again}/while"
+    assert found["cos"] == f"{again}/while/body/cos"
+    assert found["kept"] == "f/hoisted"
+
+
 def test_library_frames_are_passed_over():
     frames = _hlo._Frames(
         [

@@ -7,15 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_programs import needs
 from jax.extend.core import Literal
 from zoo import load
 
 import remat_kit
 from remat_kit import _jax, primitive, recompute, save
 from remat_kit._inspect.recomputed import forward_flops, recomputed, recomputed_of
+from remat_kit._policy import schedule as _schedule
 from remat_kit._program import program as _program
 from remat_kit._program.flow import _CALLS, Flow, Numbering
 from remat_kit._program.gradient import trace_gradient
+from remat_kit._program.program import flat_program
 
 is_old = jax.__version_info__ < (0, 11)
 
@@ -513,6 +516,30 @@ def test_pieces_of_modules_are_regions_with_their_paths():
     assert str(found[0].pieces) in str(report)
     # Nothing else becomes a region because of the loops.
     assert not [r for r in recomputed(loss, args) if r.pieces]
+
+
+@pytest.mark.parametrize("target", ["cpu", "h100"])
+def test_the_compiled_program_keeps_equal_loops_over_pieces(target):
+    """Equal blocks share one loop, whose instructions XLA:GPU names after the first block."""
+    w, x = f32(4, 16, 16), f32(32, 16)
+
+    def loss(w, x):
+        for i in range(4):
+            with jax.named_scope(f"block_{i}"):
+                x = x + jnp.tanh(x @ w[i]) @ w[i].T
+        return jnp.sum(x**2)
+
+    flat = flat_program(jax.make_jaxpr(loss)(w, x))
+    tanh = [i for i, eqn in enumerate(flat.eqns) if eqn.primitive.name == "tanh"]
+    lines = [f"{i - 1}:{i + 1} pieces 4 of {i}.0 axis 0" for i in tanh]
+    rest = len(flat.eqns) - len(tanh)  # each segment in pieces is one equation of the plan
+    plan = remat_kit.planned(_schedule.describe(flat), *lines, f"0:{rest} plain")
+    report = remat_kit.inspect(remat_kit.policy(plan)(loss), w, x, target=needs(target))
+    regions = {v.module: v for v in report.readings[target].regions if v.pieces}
+    assert set(regions) == {f"block_{i}" for i in range(4)}
+    assert {v.verdict for v in regions.values()} == {"effective"}
+    flops = {v.recomputed_flops for v in regions.values()}
+    assert len(flops) == 1
 
 
 def test_a_diff_names_the_loop_over_pieces():
