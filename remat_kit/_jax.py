@@ -89,6 +89,8 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     info = eqn.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
     with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+        if eqn.primitive.name == "cond":  # whose index may come from another region
+            values = [*without_integer_tangents(values[:1]), *values[1:]]
         out = eqn.primitive.bind(*values, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 

@@ -472,6 +472,30 @@ FOUND["names inside a jitted function inside a loop"] = Case(
     "traced",
     ("jax_remat3",),
 )
+FOUND["an index from one region is read in another one"] = Case(
+    Program(
+        (
+            (
+                Op("abs", b=0),
+                Op("rsqrt", 2, 0, 0),
+                Op("cond", 0, 1, 2, (Op("logsumexp", a=3, k=3),)),
+            ),
+        )
+    ),
+    Application("pieces:2466"),
+    "mixed",
+    "traced",
+    ("jax_remat3",),
+)
+FOUND["what is behind a stop_gradient in pieces has no tangent"] = Case(
+    Program(((Op("rsqrt", 4, 1, 3), Op("nextafter", 3, 2, 1)),), outputs=(0, 0), used=(1,)),
+    Application("pieces:2466"),
+    "mixed",
+    "traced",
+)
+FOUND["a value that nothing reads is not divided"] = Case(
+    Program(((Op("abs", b=0), Op("abs", 1, 0, 0)),)), Application("pieces:0"), mode="traced"
+)
 
 
 @pytest.mark.parametrize("case", FOUND.values(), ids=FOUND)
