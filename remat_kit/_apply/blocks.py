@@ -276,7 +276,7 @@ class BlockCutter:
         def regions(args: Sequence[Any]) -> list[Any]:
             if whole:
                 return self.region(program, args, self.keep)
-            app = dataclasses.replace(self.app, policy=self.keep)
+            app = dataclasses.replace(self.app, policy=of_each)
             return BlockCutter(app, loop=True, prevent_cse=self.prevent_cse).within(program, args)
 
         def around(keep: Policy) -> Callable[[_scans.Body, Sequence[Any]], list[Any]]:
@@ -286,6 +286,8 @@ class BlockCutter:
             return region
 
         structure = self.structure
+        within_blocks = isinstance(structure, (_structural.Pieces, _structural.Segments))
+        of_each = structure if within_blocks else self.keep
         if length == 0:  # nothing to group
             return [_scans.Part(0, plain)]
         if isinstance(structure, _structural.Uniform):

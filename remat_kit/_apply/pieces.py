@@ -215,21 +215,21 @@ class PieceLoop:
 
     @functools.cached_property
     def _differentiable(self) -> Callable[..., list[Any]]:
-        def rule(primals: Any, tangents: Any) -> Any:
-            wrt = [
-                i
-                for i, d in enumerate(tangents)
-                if not isinstance(d, SymbolicZero) and _is_float(jax.typeof(primals[i]))
-            ]
-            ys = self._differentiable(*primals)
-            moving = self.changing(primals, wrt)
-            changes = iter(self._tangents(primals, wrt, [tangents[i] for i in wrt], moving))
-            return ys, [
-                next(changes) if m else SymbolicZero(jax.typeof(y).to_tangent_aval())
-                for y, m in zip(ys, moving, strict=True)
-            ]
+        return _jax.with_symbolic_zeros(self._evaluated, self._rule)
 
-        return _jax.with_symbolic_zeros(self._evaluated, rule)
+    def _rule(self, primals: Any, tangents: Any) -> Any:
+        wrt = [
+            i
+            for i, d in enumerate(tangents)
+            if not isinstance(d, SymbolicZero) and _is_float(jax.typeof(primals[i]))
+        ]
+        ys = self._differentiable(*primals)
+        moving = self.changing(primals, wrt)
+        changes = iter(self._tangents(primals, wrt, [tangents[i] for i in wrt], moving))
+        return ys, [
+            next(changes) if m else SymbolicZero(jax.typeof(y).to_tangent_aval())
+            for y, m in zip(ys, moving, strict=True)
+        ]
 
     # .. the pieces
 
@@ -374,6 +374,17 @@ class PieceLoop:
                 return self.over_pieces(start, step)
 
         return _jax.linear_map(evaluate, transpose, primals, tangents)
+
+
+def loop_of(eqn: Any) -> PieceLoop | None:
+    """Return the loop over pieces that an equation of a traced program runs.
+
+    None for any other equation, and for a loop that `jax.vmap` has changed.
+    """
+    rule, around = _jax.rule_identity(eqn) or (None, ())
+    owner = getattr(rule, "__self__", None)
+    is_batched = any("batch" in str(wrapper) for wrapper in around)
+    return owner if isinstance(owner, PieceLoop) and not is_batched else None
 
 
 def _linearized(fn: Callable[..., list[Any]], xs: Sequence[Any]) -> tuple[list[Any], Any]:

@@ -39,6 +39,7 @@ import jax.numpy as jnp
 
 from remat_kit import _jax
 from remat_kit._apply.divide import Divided
+from remat_kit._apply.pieces import loop_of
 from remat_kit._backend import facts as _facts
 from remat_kit._backend.fusion import FusionFlow
 from remat_kit._backend.interface import Backend, Chip, peak_rate
@@ -218,6 +219,8 @@ class PieceCost:
         backward_bytes: bytes that one piece of the derivative needs.
         flops: floating-point operations of the forward pass of all pieces.
         seconds: roofline time of these.
+        again_flops: those of them that the derivative computes again.
+        again_seconds: roofline time of these.
         backward_flops: floating-point operations of the derivative of all pieces, without those
             that it recomputes.
         backward_seconds: roofline time of these, and of adding up the gradients of all pieces.
@@ -227,6 +230,8 @@ class PieceCost:
     backward_bytes: int
     flops: float
     seconds: float
+    again_flops: float
+    again_seconds: float
     backward_flops: float
     backward_seconds: float
 
@@ -575,8 +580,20 @@ class _Builder:
             unknown=tuple(e.primitive.name for e in _ops.unknown_costs(eqn)),
         )
         active = rule.mask if rule else (False,) * len(eqn.invars)
-        cost = self.parts.cost(i, active) if self.parts is not None else None
+        cost = self.cost_in_pieces(i, eqn, active)
         return found if cost is None else self.in_pieces(found, eqn, active, cost, tensors)
+
+    def cost_in_pieces(self, i: int, eqn: Any, active: Sequence[bool]) -> PieceCost | None:
+        """Return the cost of a loop over pieces, from a division or from a policy of the user."""
+        if self.parts is not None and (cost := self.parts.cost(i, active)) is not None:
+            return cost
+        loop = loop_of(eqn) if self.shards is None else None
+        if loop is None:
+            return None
+        # That module computes the cost from the graph of one piece, which this one builds.
+        from remat_kit._planner.divided import cost_of
+
+        return cost_of(loop, active, self.chip)
 
     def in_pieces(
         self,
@@ -592,20 +609,22 @@ class _Builder:
         # Then the one that the loop adds up is another array.
         second = 0
         for v, is_active in zip(eqn.invars, active, strict=True):
+            if not is_active:  # a literal, for one
+                continue
             tensor = tensors[self.index[v]]
             later = bool(tensor.users) and tensor.users[-1] > e.index
-            if is_active and (later or (tensor.producer < 0 and len(tensor.users) > 1)):
+            if later or (tensor.producer < 0 and len(tensor.users) > 1):
                 second += _ops.nbytes(self.aval(v))
         return dataclasses.replace(
             e,
             flops=cost.flops,
             seconds=cost.seconds,
             backward_flops=cost.backward_flops if differentiated else 0.0,
-            backward_seconds=cost.seconds + cost.backward_seconds if differentiated else 0.0,
+            backward_seconds=cost.again_seconds + cost.backward_seconds if differentiated else 0.0,
             working_bytes=cost.backward_bytes + second if differentiated else 0,
             transient_bytes=cost.forward_bytes,
-            again_flops=cost.flops if differentiated else 0.0,
-            again_seconds=cost.seconds if differentiated else 0.0,
+            again_flops=cost.again_flops if differentiated else 0.0,
+            again_seconds=cost.again_seconds if differentiated else 0.0,
         )
 
     def work(

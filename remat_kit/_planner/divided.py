@@ -90,6 +90,8 @@ def cost_of(loop: PieceLoop, active: Sequence[bool], chip: LinkedChip) -> PieceC
     without = tuple(dataclasses.replace(t, gradient_bytes=0) for t in graph.tensors)
     forward = Simulation(dataclasses.replace(graph, tensors=without), math.inf)
     forward.forward(whole, frozenset())
+    # The loop of the derivative computes again what the derivative of a piece needs.
+    again = Simulation(graph, math.inf).run((Segment(0, len(graph.equations)),))
     added = sum(
         _ops.nbytes(v.aval)
         for (v, how), is_active in zip(loop.inputs, active, strict=True)
@@ -102,6 +104,8 @@ def cost_of(loop: PieceLoop, active: Sequence[bool], chip: LinkedChip) -> PieceC
         backward_bytes=Simulation(graph, math.inf).run(whole).peak_bytes,
         flops=count * graph.forward_flops,
         seconds=count * graph.forward_seconds,
+        again_flops=count * again.extra_flops,
+        again_seconds=count * again.extra_seconds,
         backward_flops=count * sum(e.backward_flops for e in graph.equations),
         backward_seconds=count * (graph.backward_seconds + adding),
     )

@@ -594,11 +594,11 @@ def sizes_of(
 def estimate(
     fn: Callable[..., Any],
     *args: Any,
-    checkpoints: Sequence[str],
+    checkpoints: Sequence[str] = (),
     target: str | Target = "cpu",
     argnums: Argnums = 0,
 ) -> Point:
-    """Return the predicted memory and extra work of hand-chosen checkpoints.
+    """Return the predicted memory and extra work of hand-chosen checkpoints, or of pieces.
 
     For a loss, nothing is compiled. A training step is compiled once, without the checkpoints, and
     they are placed in the first of its losses that contains them.
@@ -619,6 +619,13 @@ def estimate(
     >>> round(point.extra_flops_fraction, 2)
     0.75
 
+    A part that the policy `pieces` divides is priced as it runs: what one piece needs, and what is
+    computed again for all pieces. Then checkpoints may be left out.
+
+    >>> lean = remat_kit.policy(remat_kit.pieces(16))(tower)
+    >>> estimate(lean, weights, x).predicted_peak_bytes < point.predicted_peak_bytes / 2
+    True
+
     Args:
         fn, args, target, argnums: as for `frontier`.
         checkpoints: names given by `name` or ``checkpoint_name``, or patterns of module paths. A
@@ -626,20 +633,21 @@ def estimate(
 
     Raises:
         UnknownNameError: a checkpoint is neither a name nor a module of the program.
-        UserError: ``checkpoints`` is empty.
+        UserError: ``checkpoints`` is empty, and no part of the program runs in pieces.
     """
-    if not checkpoints:
-        raise UserError(
-            "`estimate(..., checkpoints=())`: without a checkpoint there is no region to estimate",
-            hint="give at least one name, as in checkpoints=['layer_1'], or one pattern of module "
-            "paths",
-        )
     # That module combines the frontiers that this one computes.
     from remat_kit._planner.steps import graphs_for
 
     chip = for_arguments(target, _flax.arrays_of(args), "estimate")
     graphs, around = graphs_for(fn, args, chip, argnums, "estimate")
     graph = next((g for g in graphs if all(_knows(g, text) for text in checkpoints)), graphs[0])
+    if not checkpoints and not graph.again_flops:
+        raise UserError(
+            "`estimate(..., checkpoints=())`: there is no checkpoint and no part in pieces to "
+            "estimate",
+            hint="give at least one name, as in checkpoints=['layer_1'], or one pattern of module "
+            "paths; `remat_kit.measure` compiles the function as it is",
+        )
     cuts = {stop for text in checkpoints for stop in _ends(graph, text)}
     n = len(graph.equations)
     marks = sorted({0, *cuts})
@@ -647,7 +655,13 @@ def estimate(
     if marks[-1] < n:
         schedule += (Segment(marks[-1], n, plain=True),)
     cost = _simulate.simulate(graph, schedule)
-    return _point(graph, schedule, cost, _bounds.bounds(graph), _mincut.TIME, around)
+    point = _point(graph, schedule, cost, _bounds.bounds(graph), _mincut.TIME, around)
+    return dataclasses.replace(
+        point,
+        extra_flops=point.extra_flops + around.times * graph.again_flops,
+        extra_seconds=point.extra_seconds + around.times * graph.again_seconds,
+        extra_work=point.extra_work + around.times * graph.again_seconds,
+    )
 
 
 def _knows(graph: CostGraph, text: str) -> bool:

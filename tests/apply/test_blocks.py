@@ -103,6 +103,26 @@ def test_segments_cut_at_names():
         remat_kit.policy(segments("a", "c"))(f)(X)
 
 
+def test_segments_of_blocks_inside_of_a_scan():
+    """Each block of a scan is cut at the names, as one outside of a scan is."""
+
+    def block(x, _):
+        with jax.named_scope("block"):
+            a = remat_kit.name(jnp.tanh(x @ X.T), "a")
+            b = remat_kit.name(jnp.tanh(a @ X), "b")
+            return jnp.sin(b) + x, None
+
+    def f(x):
+        return (jax.lax.scan(block, x, None, length=3)[0] ** 2).sum()
+
+    def one(x):
+        return (block(x, None)[0] ** 2).sum()
+
+    g = remat_kit.policy(segments("a", "b"), at="block")(f)
+    assert regions(g, X) == regions(remat_kit.policy(segments("a", "b"), at="block")(one), X) == 2
+    np.testing.assert_allclose(jax.grad(g)(X), jax.grad(f)(X), rtol=1e-6)
+
+
 def test_branches_hold_blocks():
     def f(x):
         def yes(x):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -15,7 +15,7 @@ from flax import nnx
 from zoo import load
 
 from remat_kit import PolicyError, UserError, everything, measure, pieces, policy, recompute
-from remat_kit._apply.pieces import chosen
+from remat_kit._apply.pieces import chosen, loop_of
 from remat_kit._program.program import bodies, flat_program
 
 _GPT = {"layers": 2, "width": 32, "heads": 4, "vocab": 256, "seq": 32, "batch": 4}
@@ -97,7 +97,16 @@ def test_gpt(at: str | None, what: Any) -> None:
 )
 def test_models(name: str, size: dict[str, Any], at: str | None, what: Any) -> None:
     loss, args = model(name, **size)
-    compare(loss, policy(what, at=at)(loss), args)
+    split = policy(what, at=at)(loss)
+    assert any(loop_of(eqn) for eqn in every_equation(jax.make_jaxpr(split)(*args)))
+    compare(loss, split, args)
+
+
+def every_equation(closed: Any) -> Iterator[Any]:
+    for eqn in closed.jaxpr.eqns:
+        yield eqn
+        for body in bodies(eqn):
+            yield from every_equation(body)
 
 
 @pytest.mark.parametrize("at", ["*/mlp", None])

@@ -7,8 +7,18 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
+from zoo import load
 
-from remat_kit import measure, planned, policy, target
+from remat_kit import (
+    UserError,
+    estimate,
+    inspect,
+    measure,
+    pieces,
+    planned,
+    policy,
+    target,
+)
 from remat_kit._apply.divide import divided
 from remat_kit._planner import build, simulate
 from remat_kit._planner import divided as _divided
@@ -29,10 +39,10 @@ ARGS = (
 )
 
 
-def graph(pieces, axis=0, chip="cpu"):
+def graph(count, axis=0, chip="cpu"):
     whole = build.trace(head, ARGS, target(chip))
     (at,) = (e.index for e in whole.equations if e.primitive == "dot_general")
-    division = Division(at, len(whole.equations), pieces, (at, 0), axis)
+    division = Division(at, len(whole.equations), count, (at, 0), axis)
     found = divided(whole.program, [division])
     return whole, _divided.graph_of(whole, found, target(chip)), division
 
@@ -58,13 +68,53 @@ def test_more_pieces_need_less_memory_and_no_less_time():
 def test_the_loop_is_computed_again():
     whole, found, _ = graph(8)
     loop = loop_of(found)
-    assert found.again_flops == loop.again_flops == loop.flops
+    assert found.again_flops == loop.again_flops
     assert loop.flops == pytest.approx(whole.forward_flops, rel=0.05)
+    # Of the loss itself, a sum, the derivative needs nothing.
+    assert 0.98 * loop.flops < loop.again_flops < loop.flops
+
+
+@pytest.mark.parametrize("at", ["*/mlp", "*/attn", "*/block_*", None])
+def test_estimate_prices_the_pieces_of_a_policy(at):
+    """FLOPs as the report counts them, and bytes as the compiler needs them."""
+    size = {"layers": 2, "width": 64, "heads": 4, "vocab": 4096, "seq": 128, "batch": 8}
+    fn, args = load("gpt").build(**size)
+    split = policy(pieces(8), at=at)(fn)
+    point = estimate(split, *args, target="cpu")
+    again = sum(r.flops for r in inspect(split, *args).recomputed)
+    assert again > 0.05 * point.forward_flops
+    assert point.extra_flops == pytest.approx(again, rel=1e-3)
+    memory = measure(split, *args, target="cpu", argnums=0)
+    assert point.predicted_peak_bytes == pytest.approx(memory.peak_bytes, rel=0.2)
+    assert point.extra_seconds > 0
+
+
+def test_estimate_prices_pieces_beside_checkpoints():
+    fn, args = load("gpt").build(size="tiny")
+    lean = policy(pieces(4), at="*/mlp")(fn)
+    point, whole = (estimate(f, *args, checkpoints=["*/block_*"]) for f in (lean, fn))
+    assert 0 < estimate(lean, *args).extra_flops < point.extra_flops
+    # The derivative of the loop computes again what the region would compute again.
+    assert point.extra_flops == pytest.approx(whole.extra_flops, rel=0.05)
+
+
+def test_estimate_prices_pieces_inside_of_a_scan():
+    found = []
+    for scan in (False, True):
+        fn, args = load("gpt").build(size="tiny", scan=scan)
+        lean = policy(pieces(4), at="*/mlp")(fn)
+        found.append(estimate(lean, *args).extra_flops)
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+
+
+def test_estimate_without_checkpoints_or_pieces_is_refused():
+    with pytest.raises(UserError, match="no checkpoint and no part in pieces"):
+        estimate(head, *ARGS)
 
 
 def test_prediction_and_compiler():
-    for pieces in (4, 8):
-        whole, found, division = graph(pieces)
+    for k in (4, 8):
+        whole, found, division = graph(k)
         count = len(found.equations)
         plain = (Segment(0, count, plain=True),)
         lean = policy(
