@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-# Releases of JAX, oldest first, for which the probes have been compiled: for CUDA, the newest alone.
+# Releases of JAX, oldest first, for which the probes have been compiled; for CUDA only the newest.
 RELEASES = ("0.10.2", "0.12.0.1")
 
 
