@@ -347,12 +347,33 @@ def name_primitive() -> Any:
     return ad_checkpoint.name_p
 
 
+def _allow_stop_gradient_in_linear_programs() -> None:
+    """Teach JAX to transpose `stop_gradient`: nothing flows back.
+
+    `vmap` turns a `cond` whose predicate is mapped into selects between a value and its
+    `stop_gradient`. JAX differentiates a `cond` after that. But it batches the derivative rule of a
+    `custom_jvp` function as a whole, so the selects and the `stop_gradient` are in the linear part,
+    which JAX transposes later, without a rule for `stop_gradient` (0.10.2 and 0.12).
+
+    The rule is added when remat_kit first makes such a function, and only if JAX has none, so that
+    the import of remat_kit changes nothing in JAX. It cannot be removed again, because the
+    transposition comes later. No program that JAX could transpose before is changed by it.
+    """
+
+    def transpose(ct: Any, x: Any) -> list[Any]:
+        del ct
+        return [ad.Zero(x.aval)]
+
+    ad.primitive_transposes.setdefault(ad_util.stop_gradient_p, transpose)
+
+
 def with_symbolic_zeros(fn: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with a derivative rule that may return symbolic zeros.
 
     Under ``jax_custom_jvp3`` JAX makes arrays of them, and differentiates what is behind them: a
     second backward pass, of zeros. It is switched off for the call (0.12; 0.10.2 has no such flag).
     """
+    _allow_stop_gradient_in_linear_programs()
     ruled = jax.custom_jvp(fn)
     ruled.defjvp(rule, symbolic_zeros=True)
     flag = getattr(config, "custom_jvp3", None)
@@ -565,6 +586,7 @@ def with_rule(jaxpr: Any, rule: Any) -> Any:
             out_zeros,
         )
 
+    _allow_stop_gradient_in_linear_programs()
     invars = [core.Var(v.aval) for v in jaxpr.invars]
     outvars = [core.Var(v.aval) for v in jaxpr.outvars]
     params = {
@@ -995,24 +1017,6 @@ def may_lack_derivative(eqn: Any) -> bool:
     custom = primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))
     hidden = primitive.name.endswith(("_callback", "_call")) and not custom
     return hidden or not (known or custom) or hi_primitive(eqn) is not None
-
-
-def _allow_stop_gradient_in_linear_programs() -> None:
-    """Teach JAX to transpose `stop_gradient`: nothing flows back.
-
-    `vmap` turns a `cond` whose predicate is mapped into selects between a value and its
-    `stop_gradient`. Where the cond stands in a linear program, that equation is transposed, and
-    JAX has no rule for it (0.10.2 and 0.12): it expects `vmap` before differentiation.
-    """
-
-    def transpose(ct: Any, x: Any) -> list[Any]:
-        del ct
-        return [ad.Zero(x.aval)]
-
-    ad.primitive_transposes.setdefault(ad_util.stop_gradient_p, transpose)
-
-
-_allow_stop_gradient_in_linear_programs()
 
 
 def offloadable(source: str, destination: str) -> Any:

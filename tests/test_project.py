@@ -211,6 +211,51 @@ def loaded_by(code):
     return set(done.stdout.split())
 
 
+# Imports every module of remat_kit after the modules that these import from others, and prints what
+# is then different in the tables of JAX's rules, in its settings and in its registered classes.
+CHANGES = """
+import importlib, pkgutil, sys
+import remat_kit
+names = [m.name for m in pkgutil.walk_packages(remat_kit.__path__, "remat_kit.")]
+names = [name for name in names if not name.endswith("__main__")]
+others = sys.argv[1:]
+for name in others:
+    importlib.import_module(name)
+if others:
+    import jax
+    from jax._src import dispatch
+    from jax._src.interpreters import ad, batching, mlir, partial_eval
+    tables = {f"{m.__name__}.{k}": v for m in (ad, batching, mlir, partial_eval, dispatch)
+              for k, v in vars(m).items() if isinstance(v, dict) and not k.startswith("__")}
+    tables |= {f"lowering on {k}": v for k, v in mlir._platform_specific_lowerings.items()}
+    tables["settings"] = jax.config.values
+    before = {name: dict(table) for name, table in tables.items()}
+    assert any(p.name == "dot_general" for p in before["jax._src.interpreters.ad.primitive_jvps"])
+for name in names:
+    importlib.import_module(name)
+if not others:
+    print(*[m for m in sys.modules if m.split(".")[0] in ("jax", "flax", "numpy", "mcp")])
+else:
+    for name, table in tables.items():
+        for key in {**before[name], **table}:
+            ours = str(getattr(key, "name", key)).startswith("remat_kit_")
+            if not ours and before[name].get(key) is not table.get(key):
+                print(name, key, sep=": ", end="; ")
+"""
+
+
+def test_the_import_changes_nothing_in_jax():
+    def run(*modules):
+        words = [sys.executable, "-c", CHANGES, *modules]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        assert not done.returncode, done.stderr
+        return done.stdout
+
+    modules = run().split()
+    assert "jax._src.lax.lax" in modules
+    assert run(*modules) == ""
+
+
 def test_heavy_imports_are_late():
     assert not {"jax", "numpy", "rich"} & loaded_by("import remat_kit, remat_kit.testing.plugin")
     heavy = {"flax", "matplotlib", "sklearn", "optax", "libtpu", "hypothesis", "pytest"}
