@@ -61,8 +61,8 @@ JAX_VERSION: tuple[int, ...] = jax.__version_info__
 Tracer: Any = core.Tracer
 
 
-# As it was when this package was imported: who puts a decorator of ours in the place of
-# `jax.checkpoint` would otherwise be called by it without end.
+# JAX's function, as it was when this package was imported. If a user replaces `jax.checkpoint` by a
+# decorator of ours, that decorator must not call itself.
 checkpoint = jax.checkpoint
 
 
@@ -808,10 +808,10 @@ class _Backward:
 
 
 def _transposable_dce(used: Sequence[bool], *rest: Any) -> Any:
-    """Let go of the results and the operands that nothing needs.
+    """Remove the results and the operands that nothing needs.
 
-    An operand that is only handed over would get a cotangent of zeros, for which the backward rule
-    of what made it is called.
+    An operand that the linear program does not read would get a cotangent of zeros, and JAX would
+    call the backward rule of the operation that computed the operand.
     """
     eqn = rest[-1]  # 0.12 says before which operands are alive
     if not any(used):
@@ -1101,8 +1101,8 @@ _MERGING_FILES = (
 
 # -- traces ---------------------------------------------------------------------------------
 # `jax.checkpoint` remembers what it has traced by the function (as long as it lives), the types of
-# the arguments and JAX's settings. The same memory serves us, so that a decorated function behaves
-# as one of JAX's in this too, `jax.clear_caches` included. Seen on 0.10.2, 0.12.
+# the arguments and JAX's settings. We use the same cache, so that a decorated function is traced as
+# often as one under `jax.checkpoint`, and `jax.clear_caches` works. Seen on 0.10.2, 0.12.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1175,8 +1175,8 @@ def traces_of_their_own() -> Any:
 # `jax.vjp` and `jax.linearize`, and everything above them (`jax.grad`, `nnx.grad`, `jacrev`), call
 # `ad.linearize(fun, primals, has_aux=...)` by that name, and nothing else does. 0.10.2 and 0.12.
 
-# The value is part of the key of jit's caches, so that a function which was traced before is traced
-# again within the context, and its first trace is there again afterwards.
+# The value is part of the key of jit's caches. Within the context, jit therefore traces a function
+# again that it has traced before. After the context it uses the first trace again.
 _catchers = jax.make_user_context(())
 
 
