@@ -354,6 +354,7 @@ def test_pieces_inside_of_regions() -> None:
     assert program.memory_analysis().temp_size_in_bytes < temporaries(regions, args)
 
 
+@pytest.mark.slow
 def test_less_memory_on_a_tpu() -> None:
     loss, args = load("gpt").build(size="tiny", layers=1, width=64, vocab=16384, seq=512, batch=4)
     split = policy(pieces(16))(loss)
