@@ -2,7 +2,9 @@
 
 The facts are those of `remat_kit/_backend/facts.py`, and the programs that show them are in
 `tests/probes/probes.py`. The answers of one run are added to those in the file of ``--json``, so
-that a run with each release of JAX makes a table of facts and releases.
+that a run with each release of JAX makes a table of facts and releases. The compilers for CUDA and
+for TPUs may be in two environments with the same release: ``--compilers`` names those to ask, and
+the answers of the others stay.
 """
 
 from __future__ import annotations
@@ -44,12 +46,27 @@ def answers(platforms: list[str]) -> dict[str, dict[str, str]]:
     return found
 
 
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's answers and versions, and those of an earlier run for other compilers.
+
+    >>> old = {"on": {"jax": "1", "libtpu": "2"}, "answers": {"a": {"cpu": "no", "tpu": "yes"}}}
+    >>> new = {"on": {"jax": "1"}, "answers": {"a": {"cpu": "yes"}, "b": {"cpu": "yes"}}}
+    >>> merged(old, new)["answers"]
+    {'a': {'cpu': 'yes', 'tpu': 'yes'}, 'b': {'cpu': 'yes'}}
+    >>> merged(old, new)["on"]
+    {'jax': '1', 'libtpu': '2'}
+    """
+    before = old.get("answers", {})
+    answers = {name: {**before.get(name, {}), **found} for name, found in new["answers"].items()}
+    return {**new, "on": {**old.get("on", {}), **new["on"]}, "answers": answers}
+
+
 def rendered(runs: dict[str, Any]) -> str:
     """Return the table of all runs as Markdown."""
     lines = ["# Facts about the compilers", ""]
     lines += ["Which of the facts in `remat_kit/_backend/facts.py` hold, by the programs in"]
     lines += ["`tests/probes/probes.py`, which are compiled and not run. Made by", ""]
-    lines += [f"    python benchmarks/compiler_facts.py --json {_JSON}", ""]
+    lines += [f"    python benchmarks/compiler_facts.py --compilers NAME ... --json {_JSON}", ""]
     lines += ["with each of these releases:", ""]
     for run in runs.values():
         lines.append("- " + ", ".join([run["date"], *(f"{k} {v}" for k, v in run["on"].items())]))
@@ -65,20 +82,27 @@ def rendered(runs: dict[str, Any]) -> str:
 
 
 _JSON = "benchmarks/results/compiler_facts.json"
+_PLUGINS = {"tpu": ["libtpu"], "cuda": ["jax-cuda12-plugin", "jax-cuda13-plugin"]}
 
 
 def main() -> None:
     parser = _common.parser(__doc__, smoke="the probes for CPUs alone")
+    parser.add_argument(
+        "--compilers", nargs="+", choices=list(probes.CHIPS), default=list(probes.CHIPS)
+    )
     options = parser.parse_args()
-    packages = [p for p in ("jax", "jaxlib", "libtpu") if _installed(p)]
+    compilers = ["cpu"] if options.smoke else options.compilers
+    plugins = [p for c, names in _PLUGINS.items() if c in compilers for p in names]
+    packages = [p for p in ("jax", "jaxlib", *plugins) if _installed(p)]
     run = {
         "date": datetime.date.today().isoformat(),
         "on": {p: importlib.metadata.version(p) for p in packages},
-        "answers": answers(["cpu"] if options.smoke else ["cpu", "cuda", "tpu"]),
+        "answers": answers(compilers),
     }
     path: pathlib.Path | None = options.json
     runs = json.loads(path.read_text()) if path and path.exists() else {}
-    runs = dict(sorted({**runs, importlib.metadata.version("jax"): run}.items()))
+    release = importlib.metadata.version("jax")
+    runs = dict(sorted({**runs, release: merged(runs.get(release, {}), run)}.items()))
     if path:
         path.write_text(json.dumps(runs, indent=1) + "\n")
         path.with_suffix(".md").write_text(rendered(runs))

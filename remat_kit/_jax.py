@@ -61,8 +61,8 @@ JAX_VERSION: tuple[int, ...] = jax.__version_info__
 Tracer: Any = core.Tracer
 
 
-# As it was when this package was imported: who puts a decorator of ours in the place of
-# `jax.checkpoint` would otherwise be called by it without end.
+# JAX's function, as it was when this package was imported. If a user replaces `jax.checkpoint` by a
+# decorator of ours, that decorator must not call itself.
 checkpoint = jax.checkpoint
 
 
@@ -349,12 +349,33 @@ def name_primitive() -> Any:
     return ad_checkpoint.name_p
 
 
+def _allow_stop_gradient_in_linear_programs() -> None:
+    """Teach JAX to transpose `stop_gradient`: nothing flows back.
+
+    `vmap` turns a `cond` whose predicate is mapped into selects between a value and its
+    `stop_gradient`. JAX differentiates a `cond` after that. But it batches the derivative rule of a
+    `custom_jvp` function as a whole, so the selects and the `stop_gradient` are in the linear part,
+    which JAX transposes later, without a rule for `stop_gradient` (0.10.2 and 0.12).
+
+    The rule is added when remat_kit first makes such a function, and only if JAX has none, so that
+    the import of remat_kit changes nothing in JAX. It cannot be removed again, because the
+    transposition comes later. No program that JAX could transpose before is changed by it.
+    """
+
+    def transpose(ct: Any, x: Any) -> list[Any]:
+        del ct
+        return [ad.Zero(x.aval)]
+
+    ad.primitive_transposes.setdefault(ad_util.stop_gradient_p, transpose)
+
+
 def with_symbolic_zeros(fn: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with a derivative rule that may return symbolic zeros.
 
     Under ``jax_custom_jvp3`` JAX makes arrays of them, and differentiates what is behind them: a
     second backward pass, of zeros. It is switched off for the call (0.12; 0.10.2 has no such flag).
     """
+    _allow_stop_gradient_in_linear_programs()
     ruled = jax.custom_jvp(fn)
     ruled.defjvp(rule, symbolic_zeros=True)
     flag = getattr(config, "custom_jvp3", None)
@@ -567,6 +588,7 @@ def with_rule(jaxpr: Any, rule: Any) -> Any:
             out_zeros,
         )
 
+    _allow_stop_gradient_in_linear_programs()
     invars = [core.Var(v.aval) for v in jaxpr.invars]
     outvars = [core.Var(v.aval) for v in jaxpr.outvars]
     params = {
@@ -788,10 +810,10 @@ class _Backward:
 
 
 def _transposable_dce(used: Sequence[bool], *rest: Any) -> Any:
-    """Let go of the results and the operands that nothing needs.
+    """Remove the results and the operands that nothing needs.
 
-    An operand that is only handed over would get a cotangent of zeros, for which the backward rule
-    of what made it is called.
+    An operand that the linear program does not read would get a cotangent of zeros, and JAX would
+    call the backward rule of the operation that computed the operand.
     """
     eqn = rest[-1]  # 0.12 says before which operands are alive
     if not any(used):
@@ -999,24 +1021,6 @@ def may_lack_derivative(eqn: Any) -> bool:
     return hidden or not (known or custom) or hi_primitive(eqn) is not None
 
 
-def _allow_stop_gradient_in_linear_programs() -> None:
-    """Teach JAX to transpose `stop_gradient`: nothing flows back.
-
-    `vmap` turns a `cond` whose predicate is mapped into selects between a value and its
-    `stop_gradient`. Where the cond stands in a linear program, that equation is transposed, and
-    JAX has no rule for it (0.10.2 and 0.12): it expects `vmap` before differentiation.
-    """
-
-    def transpose(ct: Any, x: Any) -> list[Any]:
-        del ct
-        return [ad.Zero(x.aval)]
-
-    ad.primitive_transposes.setdefault(ad_util.stop_gradient_p, transpose)
-
-
-_allow_stop_gradient_in_linear_programs()
-
-
 def offloadable(source: str, destination: str) -> Any:
     """Return what a policy answers for a value that goes to another memory."""
     return partial_eval.Offloadable(source, destination)
@@ -1099,8 +1103,8 @@ _MERGING_FILES = (
 
 # -- traces ---------------------------------------------------------------------------------
 # `jax.checkpoint` remembers what it has traced by the function (as long as it lives), the types of
-# the arguments and JAX's settings. The same memory serves us, so that a decorated function behaves
-# as one of JAX's in this too, `jax.clear_caches` included. Seen on 0.10.2, 0.12.
+# the arguments and JAX's settings. We use the same cache, so that a decorated function is traced as
+# often as one under `jax.checkpoint`, and `jax.clear_caches` works. Seen on 0.10.2, 0.12.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1173,8 +1177,8 @@ def traces_of_their_own() -> Any:
 # `jax.vjp` and `jax.linearize`, and everything above them (`jax.grad`, `nnx.grad`, `jacrev`), call
 # `ad.linearize(fun, primals, has_aux=...)` by that name, and nothing else does. 0.10.2 and 0.12.
 
-# The value is part of the key of jit's caches, so that a function which was traced before is traced
-# again within the context, and its first trace is there again afterwards.
+# The value is part of the key of jit's caches. Within the context, jit therefore traces a function
+# again that it has traced before. After the context it uses the first trace again.
 _catchers = jax.make_user_context(())
 
 

@@ -13,9 +13,9 @@ _SECONDS = 300.0  # two processes of which one has ended would wait for each oth
 
 
 @functools.cache
-def printed_by(file: str) -> Any:
-    """Run a Python file once, and return what its last line says in JSON."""
-    return _result(_started(file))
+def printed_by(file: str, *arguments: str) -> Any:
+    """Run a Python file once with these arguments, and return what its last line says in JSON."""
+    return _result(_started(file, *arguments))
 
 
 @functools.cache

@@ -227,7 +227,7 @@ class _LabelWalk:
                     self.note_inner_maker(var, eqn, i, path)
 
     def note_inner_maker(self, var: Any, call: Any, position: int, path: Path) -> None:
-        """Look a value up that a call hands out, where the body of the call makes it."""
+        """Note which equation in the body of a call computes a result of the call."""
         (body,) = bodies(call)
         inner = body.jaxpr.outvars[position]
         for eqn in body.jaxpr.eqns:
@@ -255,7 +255,7 @@ class _LabelWalk:
         if enter is not None:
             eqn, inputs = enter(self, eqn, path, wanted)
         else:
-            own = checkpoint_name_of(eqn)  # here it names an input, which nothing in here makes
+            own = checkpoint_name_of(eqn)  # names an input, which no equation here computes
             for i, var in enumerate(eqn.outvars):
                 made = _Maker(eqn, i, path, names.get(var, () if own is None else (own,)))
                 text = self.label(var, made) if wanted[i] else None
@@ -286,7 +286,7 @@ class _LabelWalk:
     def scan(self, eqn: Any, path: Path, wanted: list[bool]) -> tuple[Any, list[bool]]:
         (body,) = bodies(eqn)
         consts, carry = _jax.scan_arity(eqn)
-        while True:  # what the carry needs on the way in, it needs on the way out
+        while True:  # the body must return each carried value that it reads
             jaxpr, inputs = self.body(body, wanted, path)
             grown = [w or (i < carry and inputs[consts + i]) for i, w in enumerate(wanted)]
             if grown == wanted:

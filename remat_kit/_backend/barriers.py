@@ -35,9 +35,9 @@ def barrier(platforms: Sequence[str], *, backward_only: bool = False) -> Any:
 
     The results are there when all operands are, and so are their cotangents. Seen on 0.10.2, 0.12.
     """
-    # Tangents have a barrier of their own, which lets go of those that nothing reads: their
-    # cotangents are zeros, for which no backward rule is to be called. What the primal program
-    # computes stays tied together even where a part of it is not read.
+    # Tangents have a barrier of their own, from which dead-code elimination removes the tangents
+    # that nothing reads. Otherwise JAX would call backward rules with cotangents of zeros. The
+    # barrier of the primal values keeps all of them, even if some are not read.
     primitive, linear = (
         own_primitive("remat_kit_barrier", "optimization_barrier") for _ in range(2)
     )
@@ -46,12 +46,13 @@ def barrier(platforms: Sequence[str], *, backward_only: bool = False) -> Any:
         return barrier.bind(*values) if values else []
 
     def nonzero_only(barrier: Any, values: Sequence[Any]) -> list[Any]:
-        """A zero passes by: a barrier would make an array of it, which lives until it is used."""
+        """Leave symbolic zeros out: a barrier would allocate an array for each of them."""
         there = iter(behind(barrier, [v for v in values if type(v) is not ad_util.Zero]))
         return [v if type(v) is ad_util.Zero else next(there) for v in values]
 
     def jvp(primals: Any, tangents: Any) -> Any:
-        # The same tracers, so that a scan keeps one stack of a value before and behind the barrier.
+        # The same tracers are returned, so that a scan does not stack a value twice, once before
+        # the barrier and once after it.
         through = list(primals) if backward_only else behind(primitive, primals)
         return through, nonzero_only(linear, tangents)
 
@@ -97,10 +98,10 @@ def _batched_alike(primitive: Any, values: Any, dims: Any) -> Any:
 
 # -- the barriers of plans -------------------------------------------------------------------------
 
-# Each barrier stands for the compilers of one fact. XLA's CPU compiler, for example, does not need
-# `together` and would use a little more memory with it. We do not use JAX's own barrier because JAX
-# cannot transpose it where only some of the values have tangents. A barrier with `backward_only`
-# acts on the cotangents and leaves the forward pass alone.
+# Each barrier acts on the compilers to which one fact applies. XLA's CPU compiler, for example,
+# does not need `together` and would use a little more memory with it. We do not use JAX's own
+# barrier because JAX cannot transpose it where only some of the values have tangents. A barrier
+# with `backward_only` acts on the cotangents and does not change the forward pass.
 together = barrier(_facts.FUSES_GRADIENT_SUMS.backends)
 together_backward = barrier(_facts.FUSES_GRADIENT_SUMS.backends, backward_only=True)
 apart = barrier(_facts.FUSES_SUMS_INTO_READERS.backends)

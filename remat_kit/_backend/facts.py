@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-RELEASES = ("0.10.2", "0.12.0.1")  # of JAX, oldest first, for which the probes have been compiled
+# Releases of JAX, oldest first, for which the probes have been compiled; for CUDA only the newest.
+RELEASES = ("0.10.2", "0.12.0.1")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,7 +95,7 @@ OVERWRITES_THROUGH_VIEWS = Fact(
     "overwrites_through_views",
     "A fused operation writes its result over an operand that it reads through a bitcast, so that "
     "the two are never live together.",
-    {"cuda": _UNSEEN, "tpu": RELEASES},
+    {"cuda": _NEW, "tpu": RELEASES},
 )
 
 RECOMPUTES_REGIONS_EARLY = Fact(
@@ -124,7 +125,7 @@ SCATTERS_WINDOW_GRADIENTS = Fact(
     "scatters_window_gradients",
     "The derivative of a maximum over windows scatters into zeros that are allocated at the "
     "beginning of the program, so we compute it from zeros that depend on the cotangent.",
-    {"cpu": RELEASES, "cuda": _UNSEEN},  # on CPUs, `INDEXES_WINDOWS` has the better rewrite
+    {"cpu": RELEASES, "cuda": _NEW},  # on CPUs, `INDEXES_WINDOWS` has the better rewrite
 )
 
 INDEXES_WINDOWS = Fact(
@@ -138,7 +139,7 @@ READS_THE_INPUT_OF_RELU = Fact(
     "reads_the_input_of_relu",
     "The derivative of `jax.nn.relu` saves its input although a later region saves its output, so "
     "we compute the derivative from the output.",
-    {"cpu": _NEW, "cuda": _UNSEEN, "tpu": RELEASES},
+    {"cpu": _NEW, "cuda": _NEW, "tpu": RELEASES},
 )
 
 COPIES_CONVOLUTION_INPUTS_EARLY = Fact(
@@ -173,7 +174,7 @@ FUSES_GRADIENT_SUMS = Fact(
     "fuses_gradient_sums",
     "The sum of the gradients of an argument that is read twice is fused into the product that "
     "computes one of its terms, which then waits for the other; we put a barrier before it.",
-    {"cuda": _UNSEEN, "tpu": RELEASES},
+    {"cuda": _NEW, "tpu": RELEASES},
 )
 
 # -- what a compiled program says of itself -------------------------------------------------------
@@ -182,14 +183,14 @@ KEEPS_THE_MARK_OF_RECOMPUTES = Fact(
     "keeps_the_mark_of_recomputes",
     "The metadata of a recomputed instruction contain `rematted_computation`, by which the "
     "inspector counts recomputes in the compiled program.",
-    {"cpu": RELEASES, "cuda": _UNSEEN, "tpu": RELEASES},
+    {"cpu": RELEASES, "cuda": _NEW, "tpu": RELEASES},
 )
 
 STATES_TRIP_COUNTS = Fact(
     "states_trip_counts",
     "A compiled loop states the number of its iterations; where it does not, we read the number "
     "from the condition of the loop.",
-    {"cpu": RELEASES, "cuda": _UNSEEN},
+    {"cpu": RELEASES, "cuda": _NEW},
 )
 
 ESTIMATES_CYCLES = Fact(

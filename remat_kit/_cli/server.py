@@ -8,8 +8,8 @@ does not end the server, and a call that the client cancels ends at once.
 The module imports the package `mcp`, an extra, so nothing but the command imports this module.
 """
 
-# The annotations of the tools are read at run time, so they are no texts: without
-# `from __future__ import annotations`.
+# The package `mcp` reads the annotations of the tools at run time, so they must not be strings.
+# That is why this module does not use `from __future__ import annotations`.
 
 import json
 import pathlib

@@ -545,7 +545,7 @@ class _Repeats:
             return marked or _is_in_region(site.instruction)
         if not marked or (site.kind, site.shapes, site.groups) not in self.forward:
             return False
-        # What a region reads from its saved inputs, the backward pass may need by itself.
+        # A collective on a saved input may be there because the derivative itself needs its result.
         return self.moves_recomputed(site) or not self.read_by(site, BACKWARD)
 
     def moves_recomputed(self, site: _Site) -> bool:

@@ -52,6 +52,9 @@ class Holder:
 class Diagnosis(Shown):
     """The memory of a training step on one chip, and what can be done about it.
 
+    `doctor` returns it and has an example. ``print(diagnosis)`` shows the headline and the tables,
+    and `to_json` the same as plain values.
+
     Attributes:
         step: its name and its source.
         report: the step without a plan, as `inspect` reports it.

@@ -116,43 +116,16 @@ def inspect(
     kept = [_residuals.kept_of(gradient) for gradient in gradients]
     recomputed = [tuple(_recomputed.recomputed_of(gradient)) for gradient in gradients]
     forward_flops = [_recomputed.forward_flops(gradient) for gradient in gradients]
-    memory: dict[str, Memory] = {}
-    before: dict[str, Memory | None] = {}
-    readings: dict[str, Reading] = {}
-    chips = target_names(target)
-    if chips:
+    chips = _OnTargets()
+    if names := target_names(target):
         traced = [
             TracedReading.of(part.gradient, [r for _, r in saved], part.fn, part.args, part.argnums)
             for part, saved in zip(parts, kept, strict=True)
         ]
-    for chip in chips:
-        compiled = _compile.compile_program(
-            *(loss, args, chip),
-            argnums=argnums if step is None else None,
-            optimizer=optimizer,
-            call="inspect",
-        )
-        _compile.warn_of_offload_on_cpu(compiled, "inspect")
-        name = compiled.memory.target
-        memory[name] = compiled.memory
-        if step is not None:
-            before[name] = _compile.without_policy(compiled, loss, args)
-            _compile.warn_if_not_lower(compiled.memory, before[name], loss, "inspect")
-        reading = read(compiled, traced)
-        if reading is not None:
-            readings[name] = reading
-    hlo = {name: reading.ops for name, reading in readings.items()}
+        wrt = argnums if step is None else None
+        for name in names:
+            chips.add(loss, args, name, argnums=wrt, optimizer=optimizer, traced=traced)
     chosen, place = _decorate.applied(loss)
-    facts = {
-        name: CompiledFacts(
-            memory[name],
-            hlo.get(name),
-            before.get(name),
-            collectives=readings[name].collectives if name in readings else (),
-            peak=readings[name].peak if name in readings else None,
-        )
-        for name in memory
-    }
     lints = tuple(
         dict.fromkeys(
             lint
@@ -166,16 +139,95 @@ def inspect(
                 forward_flops=flops,
                 policy=chosen,
                 at=place,
-                compiled=facts,
+                compiled=chips.facts(),
             )
         )
     )
     for lint in lints:
-        if lint.code in _VOID and readings:
+        if lint.code in _VOID and chips.readings:
             _frames.warn(f"`inspect`: {lint.message}", lint.fix)
     unknown = tuple(u for gradient in gradients for u in _recomputed.unknown_costs(gradient))
-    notes = [n for m in memory.values() for n in m.all_notes]
-    partitioned = any(m.devices > 1 for m in memory.values())
+    parameters = [leaf for part in parts for leaf in part.parameters]
+    report = Report(
+        policy=label or policy_text(policy),
+        saved=tuple(r for saved in kept for _, r in saved if not r.is_input),
+        inputs=tuple(r for saved in kept for _, r in saved if r.is_input),
+        recomputed=tuple(r for again in recomputed for r in again),
+        forward_flops=sum(forward_flops),
+        losses=() if step is None else tuple(StepLoss.of(loss) for loss in step.losses),
+        memory=chips.memory,
+        hlo=chips.hlo,
+        readings=chips.readings,
+        notes=tuple(dict.fromkeys(_notes(chips, step, unknown))),
+        lints=lints,
+        unknown_costs=unknown,
+        parameters=sum(x.size for x in parameters),
+        parameter_bytes=sum(_ops.nbytes(x) for x in parameters),
+    )
+    return report if against is None else report.against(against)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnTargets:
+    """A loss or a step compiled for several targets: what is known of it, by the target's name.
+
+    Attributes:
+        memory: the memory that it needs.
+        before: of a step with a policy, the memory that it needs without the policy.
+        readings: what was read from the compiled program, where the compiler returns it.
+    """
+
+    memory: dict[str, Memory] = dataclasses.field(default_factory=dict)
+    before: dict[str, Memory | None] = dataclasses.field(default_factory=dict)
+    readings: dict[str, Reading] = dataclasses.field(default_factory=dict)
+
+    def add(
+        self,
+        loss: Callable[..., Any],
+        args: Sequence[Any],
+        chip: Any,
+        *,
+        argnums: int | Sequence[int] | None,
+        optimizer: Any,
+        traced: Sequence[TracedReading],
+    ) -> None:
+        """Compile for one more target. ``argnums`` is None for a step."""
+        compiled = _compile.compile_program(
+            loss, args, chip, argnums=argnums, optimizer=optimizer, call="inspect"
+        )
+        _compile.warn_of_offload_on_cpu(compiled, "inspect")
+        name = compiled.memory.target
+        self.memory[name] = compiled.memory
+        if argnums is None:
+            self.before[name] = _compile.without_policy(compiled, loss, args)
+            _compile.warn_if_not_lower(compiled.memory, self.before[name], loss, "inspect")
+        reading = read(compiled, traced)
+        if reading is not None:
+            self.readings[name] = reading
+
+    @property
+    def hlo(self) -> dict[str, RecomputedOps]:
+        """The operations that the compiled programs compute twice."""
+        return {name: reading.ops for name, reading in self.readings.items()}
+
+    def facts(self) -> dict[str, CompiledFacts]:
+        """Return what the lints need to know."""
+        return {
+            name: CompiledFacts(
+                memory,
+                self.hlo.get(name),
+                self.before.get(name),
+                collectives=self.readings[name].collectives if name in self.readings else (),
+                peak=self.readings[name].peak if name in self.readings else None,
+            )
+            for name, memory in self.memory.items()
+        }
+
+
+def _notes(chips: _OnTargets, step: Any, unknown: Sequence[UnknownCost]) -> list[str]:
+    """Return what the reader must know about the figures of a report."""
+    notes = [n for m in chips.memory.values() for n in m.all_notes]
+    partitioned = any(m.devices > 1 for m in chips.memory.values())
     if partitioned:
         notes.append(
             "the program is partitioned: bytes and times are those of one device; FLOPs of the "
@@ -187,30 +239,13 @@ def inspect(
     if unknown:
         names = ", ".join(dict.fromkeys(u.primitive for u in unknown))
         notes.append(f"cost unknown of {names}: the FLOPs and times here leave it out")
-    for place, reading in readings.items():
+    for place, reading in chips.readings.items():
         if silent := ", ".join(reading.estimate.uncounted):
             notes.append(
                 f"the step time on {place} counts only the bytes of {silent}: the compiled program "
                 "does not say how much they compute"
             )
-    parameters = [leaf for part in parts for leaf in part.parameters]
-    report = Report(
-        policy=label or policy_text(policy),
-        saved=tuple(r for saved in kept for _, r in saved if not r.is_input),
-        inputs=tuple(r for saved in kept for _, r in saved if r.is_input),
-        recomputed=tuple(r for again in recomputed for r in again),
-        forward_flops=sum(forward_flops),
-        losses=() if step is None else tuple(StepLoss.of(loss) for loss in step.losses),
-        memory=memory,
-        hlo=hlo,
-        readings=readings,
-        notes=tuple(dict.fromkeys(notes)),
-        lints=lints,
-        unknown_costs=unknown,
-        parameters=sum(x.size for x in parameters),
-        parameter_bytes=sum(_ops.nbytes(x) for x in parameters),
-    )
-    return report if against is None else report.against(against)
+    return notes
 
 
 _VOID = ("offload-dropped", "cse-undone")  # a compiled program shows that the policy had no effect

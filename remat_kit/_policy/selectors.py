@@ -1,4 +1,4 @@
-"""Which values does a policy speak of?
+"""Which values does a rule of a policy apply to?
 
 A selector is a predicate on one intermediate value: on the primitive that computes it, its
 checkpoint name, its module, size or element type, its source line, or the cost of computing it.

@@ -232,7 +232,7 @@ class Numbering:
             content = id(value)
         return self.number(ConstantNumber(*_aval(aval), content), constant=True)
 
-    # .. loops, branches, shards: what goes in cancels what came out
+    # .. loops, branches, shards: entering one and leaving it again gives the same number
 
     def element(self, level: int, array: int, aval: Any) -> int:
         """Return the slice of a stacked array at the position of the loop of depth ``level``."""
@@ -499,7 +499,8 @@ class Op:
         op, seen = self, set()
         while op.kind in ("carry", "cond", "residual") and op not in seen:
             seen.add(op)
-            # The last is what the loop carries on, or a branch; the first what it begins with.
+            # The last input is the result of a branch, or of the loop's body. The first is the
+            # value with which the loop begins.
             read = op.inputs[-1:] if op.kind == "cond" else op.inputs
             made = [v.origin for v in reversed(read) if v.origin is not None]
             made = [o for o in made if o not in seen and o.kind not in ("argument", "constant")]
@@ -684,7 +685,7 @@ class Flow:
             if isinstance(name, _program.KeptName):
                 names.pop(name, None)  # the same name without a label
             names.setdefault(name)
-        outs = zip(inputs, eqn.outvars)  # a primal and its tangent come in, the primal goes out
+        outs = zip(inputs, eqn.outvars)  # the inputs may also contain a tangent, the outputs do not
         return [value._replace(on_host=_is_on_host(var.aval)) for value, var in outs]
 
     def _leaf(
@@ -737,7 +738,7 @@ class Flow:
 
         holes = self._holes(level, inits, carry_vars)
         numbers: list[int] = []
-        if holes:  # a first round, on stand-ins, tells what each carried value becomes
+        if holes:  # run the body once on placeholders to see how it changes each carried value
             trial = dataclasses.replace(inside, record=False)
             outs = run([i._replace(number=h) for i, h in zip(inits, holes, strict=True)], trial)
             numbers = self.numbering.carried(

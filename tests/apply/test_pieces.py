@@ -38,15 +38,24 @@ def same(expected: Any, found: Any, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=tolerance * scale)
 
 
+def compiled(fn: Callable[..., Any], args: Any) -> Any:
+    return jax.jit(jax.value_and_grad(fn)).lower(*args).compile()
+
+
 def temporaries(fn: Callable[..., Any], args: Any) -> int:
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    compiled = jax.jit(jax.grad(fn)).lower(*shapes).compile()
-    return int(compiled.memory_analysis().temp_size_in_bytes)
+    return int(compiled(fn, args).memory_analysis().temp_size_in_bytes)
 
 
 def compare(fn: Callable[..., Any], split: Callable[..., Any], args: Any) -> None:
-    whole, found = (jax.jit(jax.value_and_grad(f))(*args) for f in (fn, split))
-    same(whole, found)
+    same(*(compiled(f, args)(*args) for f in (fn, split)))
+
+
+@functools.cache
+def whole(name: str, **size: Any) -> tuple[Any, int]:
+    """Return what a model computes that does not run in pieces, and its temporary memory."""
+    loss, args = model(name, **size)
+    program = compiled(loss, args)
+    return program(*args), program.memory_analysis().temp_size_in_bytes
 
 
 # -- the models -----------------------------------------------------------------------------------
@@ -68,9 +77,10 @@ def compare(fn: Callable[..., Any], split: Callable[..., Any], args: Any) -> Non
 )
 def test_gpt(at: str | None, what: Any) -> None:
     loss, args = model("gpt", **_GPT)
-    split = policy(what, at=at)(loss)
-    compare(loss, split, args)
-    assert temporaries(split, args) < temporaries(loss, args)
+    expected, most = whole("gpt", **_GPT)
+    program = compiled(policy(what, at=at)(loss), args)
+    same(expected, program(*args))
+    assert program.memory_analysis().temp_size_in_bytes < most
 
 
 @pytest.mark.parametrize(
@@ -99,7 +109,7 @@ def test_models(name: str, size: dict[str, Any], at: str | None, what: Any) -> N
     loss, args = model(name, **size)
     split = policy(what, at=at)(loss)
     assert any(loop_of(eqn) for eqn in every_equation(jax.make_jaxpr(split)(*args)))
-    compare(loss, split, args)
+    same(whole(name, **size)[0], compiled(split, args)(*args))
 
 
 def every_equation(closed: Any) -> Iterator[Any]:
@@ -112,7 +122,7 @@ def every_equation(closed: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("at", ["*/mlp", None])
 def test_both_implementations_of_regions(at: str | None, implementation: Any) -> None:
     loss, args = model("gpt", **_GPT)
-    compare(loss, policy(pieces(4), at=at)(loss), args)
+    same(whole("gpt", **_GPT)[0], compiled(policy(pieces(4), at=at)(loss), args)(*args))
 
 
 # -- all transformations --------------------------------------------------------------------------
@@ -379,11 +389,13 @@ def test_the_axis_that_keeps_the_fewest_bytes_alive() -> None:
 def test_pieces_inside_of_regions() -> None:
     loss, args = model("gpt", **_GPT)
     split = policy("nothing", at="*/block_*")(policy(pieces(4), at="*/attn")(loss))
-    compare(loss, split, args)
+    program = compiled(split, args)
+    same(whole("gpt", **_GPT)[0], program(*args))
     regions = policy("nothing", at="*/block_*")(loss)
-    assert temporaries(split, args) < temporaries(regions, args)
+    assert program.memory_analysis().temp_size_in_bytes < temporaries(regions, args)
 
 
+@pytest.mark.slow
 def test_less_memory_on_a_tpu() -> None:
     loss, args = load("gpt").build(size="tiny", layers=1, width=64, vocab=16384, seq=512, batch=4)
     split = policy(pieces(16))(loss)

@@ -8,6 +8,7 @@ import pytest
 from remat_kit import _jax
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     _jax.JAX_VERSION < (0, 11), reason="XLA:CPU of JAX 0.10.2 does not bring the step to half"
 )

@@ -11,6 +11,7 @@ import remat_kit
 from remat_kit import _jax
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     _jax.JAX_VERSION < (0, 11), reason="XLA:CPU of JAX 0.10.2 does not bring Linen's step to half"
 )

@@ -175,6 +175,25 @@ def test_an_output_whose_cotangent_is_zero_is_not_asked_for_it(policy, use, impl
     close(*(jax.grad(lambda x, f=f: USES[use](*f(x)))(X) for f in (decorated, pairs)))
 
 
+def branch(p, x):
+    return jax.lax.cond(p > 0, lambda x: jnp.sin(x) * x, lambda x: x * x, x)
+
+
+def branches_in_a_loop(p, x):
+    return jax.lax.scan(lambda x, _: (branch(p, x), None), x, None, length=3)[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "fn", [branch, branches_in_a_loop, jax.checkpoint(branch)], ids=["plain", "loop", "region"]
+)
+def test_branches_with_a_mapped_predicate(fn, policy):
+    """JAX batches our derivative rule, whose linear part then contains `stop_gradient`."""
+    predicates, x = jnp.array([1.0, -1.0, 2.0]), jnp.array([0.3, 1.3, 2.3])
+    decorated = remat_kit.policy(policy)(fn)
+    close(*(jax.grad(lambda x, f=f: jax.vmap(f)(predicates, x).sum())(x) for f in (decorated, fn)))
+
+
 # -- calls that nobody differentiates ---------------------------------------------------------
 
 

@@ -4,10 +4,28 @@ import mesh_plans
 import pytest
 from other_process import printed_by
 
+# Of the losses one for each sharding, and one of each kind of step. The others take two minutes.
+DEFAULT = (
+    "unrolled, fully sharded",
+    "scanned, tensor parallel",
+    "explicit, data parallel",
+    "jitted step, tensor parallel",
+    "accumulating step, fully sharded",
+    "explicit step, data parallel",
+    "mapped step, fully sharded",
+)
+OTHERS = tuple(name for name in mesh_plans.NAMES if name not in DEFAULT)
 
-@pytest.mark.parametrize("name", mesh_plans.NAMES)
-def test_a_plan_fits_each_device_and_keeps_gradients_and_shardings(name):
-    found = printed_by(mesh_plans.__file__)[name]
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        *(pytest.param(name, DEFAULT, id=name) for name in DEFAULT),
+        *(pytest.param(name, OTHERS, id=name, marks=pytest.mark.slow) for name in OTHERS),
+    ],
+)
+def test_a_plan_fits_each_device_and_keeps_gradients_and_shardings(name, names):
+    found = printed_by(mesh_plans.__file__, *names)[name]
     for answer in found:
         assert answer["target"] == "cpu:8"
         assert answer["is"] == answer["said"]
