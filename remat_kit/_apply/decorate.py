@@ -36,6 +36,7 @@ from remat_kit._policy import reading as _reading
 from remat_kit._policy import selectors as _selectors
 from remat_kit._policy import structural as _structural
 from remat_kit._policy.algebra import Policy
+from remat_kit._program import communication as _communication
 from remat_kit._program import losses as _losses
 from remat_kit._program import paths as _paths
 from remat_kit._program import taken as _taken
@@ -139,6 +140,8 @@ def policy(
     chosen = _reading.as_policy(what, call=f"policy({_text(what)})")
     if chosen is None:
         return lambda target: target
+    if _reads_collectives(chosen):
+        _communication.want()
     if isinstance(chosen, _structural.Automatic) and at is not None:
         raise UserError(
             f"`policy({_text(what)}, at={at!r})`: `auto` plans a whole loss or step, and finds its "
@@ -410,6 +413,12 @@ class Application:
             return self._planned(self.policy, call, traced, loop, base)
         first = not self.calls[1:]
         program = Program.traced(traced, base)
+        context = _communication.current() if self._asks_for_collectives() else None
+        if isinstance(context, _communication.Collector):
+            marked, call.arrays = context.barrier(traced, call.arrays, base)
+            return call.evaluated(marked)
+        if context is not None:
+            program = context.marked(program, base) or program
         with self._hint_on_equinox((args, kwargs)):
             self._check(program)
         if first:
@@ -461,6 +470,10 @@ class Application:
         # The second trace has regions around the losses.
         steps.known = True
         return *trace(steps.catching()), True
+
+    def _asks_for_collectives(self) -> bool:
+        # Inside of `shard_map` the collectives are equations.
+        return _reads_collectives(self.policy) and _jax.mapped_axes() is None
 
     def no_step(self) -> UserError:
         return UserError(
@@ -711,6 +724,12 @@ def applied(fn: Any) -> tuple[Policy | None, str | None]:
 
 
 _APPLIED = "__remat_kit_policy__"
+
+
+@functools.cache
+def _reads_collectives(policy: Policy) -> bool:
+    wanted = (_selectors.collective, _selectors.gathered_parameters)
+    return any(leaf in wanted for leaf in policy.leaves())
 
 
 @functools.cache
