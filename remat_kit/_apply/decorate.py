@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from remat_kit import _frames, _jax, _units
+from remat_kit._apply import partitioned as _partitioned
 from remat_kit._apply import steps as _steps
 from remat_kit._apply import void as _void
 from remat_kit._apply.blocks import BlockCutter, reads_sources
@@ -353,10 +354,17 @@ class Application:
         planned = isinstance(self.policy, _structural.Planned) and self.policy.step
         known = True if planned and self.step is None else self.step
         steps = _steps.StepCalls(self, fn, known, self.losses)
+        splits = _partitioned.CalledSteps()
 
         @_jax.entry
         @functools.wraps(fn)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if _reads_collectives(self.policy) and steps.known is not False:
+                with splits.known_in(wrapped, args, kwargs):
+                    return called(*args, **kwargs)
+            return called(*args, **kwargs)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
             if isinstance(self.policy, _structural.Automatic):
                 is_step, result = steps.automatic(self.policy, args, kwargs)
                 if is_step:
@@ -413,12 +421,12 @@ class Application:
             return self._planned(self.policy, call, traced, loop, base)
         first = not self.calls[1:]
         program = Program.traced(traced, base)
-        context = _communication.current() if self._asks_for_collectives() else None
-        if isinstance(context, _communication.Collector):
-            marked, call.arrays = context.barrier(traced, call.arrays, base)
-            return call.evaluated(marked)
-        if context is not None:
-            program = context.marked(program, base) or program
+        if self._asks_for_collectives() and not self._has_no_derivative(traced, call.arrays):
+            context = _communication.current()
+            if isinstance(context, _communication.Collector):
+                barred, call.arrays = context.barrier(traced, call.arrays, base)
+                return call.evaluated(barred)
+            program = self._marked(program, [*traced.consts, *call.arrays])
         with self._hint_on_equinox((args, kwargs)):
             self._check(program)
         if first:
@@ -474,6 +482,18 @@ class Application:
     def _asks_for_collectives(self) -> bool:
         # Inside of `shard_map` the collectives are equations.
         return _reads_collectives(self.policy) and _jax.mapped_axes() is None
+
+    def _marked(self, program: Program, inputs: Sequence[Any]) -> Program:
+        """Return a program that says which values a collective makes, as far as that is known."""
+        marked = _partitioned.marked(program, inputs)
+        if marked is None and max(jax.device_count(), _jax.context_devices()) > 1:
+            self._warn_once(
+                f"`{self.call}`: it is unknown here how the devices split the arrays, so the "
+                "policy does not select the collectives that XLA adds",
+                "call the function inside of a `jax.jit` whose arguments have shardings, or "
+                "decorate the jitted step; or name the gathered value and save the name",
+            )
+        return marked or program
 
     def no_step(self) -> UserError:
         return UserError(

@@ -351,16 +351,22 @@ class Known:
 
     found: Mapping[Key, set[tuple[jax.sharding.NamedSharding | None, ...]]]
 
-    def marked(self, program: Program, base: Sequence[str]) -> Program | None:
+    def marked(self, program: Program, inputs: int) -> Program | None:
         """Return a program in which the values that a collective makes have a checkpoint name.
 
         None if the shardings of its inputs are unknown, or those of several calls.
+
+        Args:
+            program: the program of a decorated function.
+            inputs: the number of its last variables that are values from outside; the ones before
+                are constants of its own, which are not split.
         """
         avals = [v.aval for v in program.invars]
-        splits = self.found.get(key_of(base, avals), set())
+        own = len(avals) - inputs
+        splits = self.found.get(key_of(program.base, avals[own:]), set())
         if len(splits) != 1:
             return None
-        (shardings,) = splits
+        shardings = (*[None] * own, *next(iter(splits)))
         mesh = next((s.mesh for s in shardings if s is not None), None)
         if mesh is None:
             return program
