@@ -371,13 +371,31 @@ class Known:
         if mesh is None:
             return program
         structs = [
-            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_divisible(a.shape, s))
             for a, s in zip(avals, shardings, strict=True)
         ]
         bare = dataclasses.replace(program, consts=())
         with _jax.outside_of_traces():
             shards = _sharding.value_shards(bare, structs)
-        return program if shards is None else marked(program, shards, mesh)
+        return None if shards is None else marked(program, shards, mesh)
+
+
+def _divisible(
+    shape: Sequence[int], sharding: jax.sharding.NamedSharding | None
+) -> jax.sharding.NamedSharding | None:
+    """Return a sharding without the axes that do not divide a dimension.
+
+    Shardy may split a value into unequal parts. JAX does not take such an argument.
+    """
+    if sharding is None:
+        return None
+    axes = []
+    for size, names in zip(shape, sharding.spec, strict=False):
+        kept = (names,) if isinstance(names, str) else tuple(names or ())
+        while kept and size % math.prod(sharding.mesh.shape[a] for a in kept):
+            kept = kept[:-1]
+        axes.append(kept or None)
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*axes))
 
 
 _REGION = "remat_kit_region_"
