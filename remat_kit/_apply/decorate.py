@@ -487,12 +487,7 @@ class Application:
         """Return a program that says which values a collective makes, as far as that is known."""
         marked = _partitioned.marked(program, inputs)
         if marked is None and max(jax.device_count(), _jax.context_devices()) > 1:
-            self._warn_once(
-                f"`{self.call}`: it is unknown here how the devices split the arrays, so the "
-                "policy does not select the collectives that XLA adds",
-                "call the function inside of a `jax.jit` whose arguments have shardings, or "
-                "decorate the jitted step; or name the gathered value and save the name",
-            )
+            self._warn_once(_partitioned.UNKNOWN.format(call=self.call), _partitioned.UNKNOWN_HINT)
         return marked or program
 
     def no_step(self) -> UserError:
@@ -611,7 +606,10 @@ class Application:
             )
             return
         full = reads_sources(self.policy)
+        said = _partitioned.UNKNOWN.format(call=self.call) in self.warned
         for rule, seen in _void.unmatched(self.policy, program, matches, full=full):
+            if said and any(leaf in _COLLECTIVES for leaf in rule.leaves()):
+                continue
             self._warn_once(
                 f"{call}: {rule!r} selects none of the values here, so it has no effect",
                 _void.explain(rule, seen),
@@ -748,8 +746,10 @@ _APPLIED = "__remat_kit_policy__"
 
 @functools.cache
 def _reads_collectives(policy: Policy) -> bool:
-    wanted = (_selectors.collective, _selectors.gathered_parameters)
-    return any(leaf in wanted for leaf in policy.leaves())
+    return any(leaf in _COLLECTIVES for leaf in policy.leaves())
+
+
+_COLLECTIVES = (_selectors.collective, _selectors.gathered_parameters)
 
 
 @functools.cache

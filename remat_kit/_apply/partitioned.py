@@ -36,6 +36,18 @@ from remat_kit._program.gradient import abstract
 from remat_kit._program.program import Program
 
 
+UNKNOWN = (
+    "`{call}`: it is unknown here how the devices split the arrays, so the policy does not select "
+    "the collectives that XLA adds"
+)
+
+
+UNKNOWN_HINT = (
+    "call the function inside of a `jax.jit` whose arguments have shardings, or decorate the jitted "
+    "step; or name the gathered value and save the name"
+)
+
+
 def marked(program: Program, inputs: Sequence[Any]) -> Program | None:
     """Return a program in which the values that a collective makes have a checkpoint name.
 

@@ -377,7 +377,8 @@ class Known:
         bare = dataclasses.replace(program, consts=())
         with _jax.outside_of_traces():
             shards = _sharding.value_shards(bare, structs)
-        return None if shards is None else marked(program, shards, mesh)
+        # JAX may use a trace again for arrays on other devices, so it must not name devices.
+        return None if shards is None else marked(program, shards, mesh.abstract_mesh)
 
 
 def _divisible(
