@@ -95,7 +95,7 @@ def exchange(
         results: what one device has of each result.
         sizes: the sizes of the mesh axes.
     """
-    if eqn.primitive.name == "sharding_constraint":
+    if eqn.primitive.name in ("sharding_constraint", "reshard"):
         lost = _lost(operands[0], results[0]) if operands[0] is not None else False
         return Exchange((None,), (lost,))
     dropped: list[set[str]] = [set() for _ in operands]
@@ -189,7 +189,7 @@ _MOVES = frozenset(
     {
         *("convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "slice"),
         *("dynamic_slice", "broadcast_in_dim", "copy", "copy_p", "reduce_precision", "name"),
-        *("sharding_constraint", "optimization_barrier"),
+        *("sharding_constraint", "reshard", "optimization_barrier"),
     }
 )
 
@@ -237,8 +237,10 @@ class _Marking:
     def equation(self, eqn: Any, results: Sequence[ValueShard]) -> None:
         operands = [None if isinstance(v, jec.Literal) else self.split[v] for v in eqn.invars]
         found = exchange(eqn, operands, results, dict(self.shards.axes))
+        # The types of values contain the shardings of explicit axes, so no constraint changes them.
+        is_typed = bool(self.mesh.explicit_axes)
         invars = [
-            self.read(v) if axes is None else self.whole(v, axes, eqn)
+            self.read(v) if axes is None or is_typed else self.whole(v, axes, eqn)
             for v, axes in zip(eqn.invars, found.whole, strict=True)
         ]
         self.eqns.append(eqn.replace(invars=invars))
