@@ -10,7 +10,8 @@ does not contain them, so this module looks for them where the function is calle
 * In a `jax.jit` of the user, the arguments of the outermost jitted function have shardings. JAX is
   tracing this function at that moment; it is traced once more, from its beginning.
 
-Elsewhere they are unknown, for example in a scan that is called outside of a jit.
+Elsewhere they are unknown: in a scan that is called outside of a jit, or in an `nnx.jit`, which
+cannot be traced in the middle of its own trace.
 
 Example: `jax.jit(step)(weights, x)` with sharded arrays traces ``step``, and the trace meets a
 decorated block. Then ``step`` is traced a second time with barriers behind the inputs of its
@@ -35,7 +36,6 @@ from remat_kit._program.communication import Known
 from remat_kit._program.gradient import abstract
 from remat_kit._program.program import Program
 
-
 UNKNOWN = (
     "`{call}`: it is unknown here how the devices split the arrays, so the policy does not select "
     "the collectives that XLA adds"
@@ -43,8 +43,8 @@ UNKNOWN = (
 
 
 UNKNOWN_HINT = (
-    "call the function inside of a `jax.jit` whose arguments have shardings, or decorate the jitted "
-    "step; or name the gathered value and save the name"
+    "decorate the jitted step, or call the function inside of a `jax.jit` (not `nnx.jit`) whose "
+    "arguments have shardings; or name the gathered value and save the name"
 )
 
 
@@ -80,7 +80,8 @@ def _split_sharding(value: Any) -> jax.sharding.NamedSharding | None:
 def _of_jit() -> Known | None:
     """Return what the outermost jitted function that is being traced says of its arguments."""
     call = _jax.outermost_jit()
-    if call is None:
+    if call is None or _flax.nnx_jit_around(call.frame) is not None:
+        # `nnx.jit` notes the changes of its arguments while it traces, and would lose them.
         return None
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     given = tuple(map(_shape, leaves))

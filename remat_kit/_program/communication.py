@@ -10,8 +10,8 @@ An operation fits if the devices can compute its result piece by piece from what
 rules for this are those of `remat_kit._program.pieces`, with one piece for each device of a mesh
 axis.
 
-Example: eight devices split the rows of ``x`` and the rows of ``w``. For ``x @ w`` each device needs
-all of ``w``, so the devices gather ``w``:
+Example: eight devices split the rows of ``x`` and the rows of ``w``. For ``x @ w`` each device
+needs all of ``w``, so the devices gather ``w``:
 
 >>> x, w = ValueShard((2, 8), (("data",), ())), ValueShard((1, 6), (("data",), ()))
 >>> (dot,) = jax.make_jaxpr(jnp.dot)(jnp.ones((16, 8)), jnp.ones((8, 6))).eqns
@@ -69,8 +69,8 @@ class Exchange:
     """What the devices exchange for an operation.
 
     Attributes:
-        whole: for each operand that they gather, the mesh axes that split its dimensions afterwards;
-            None for the other operands.
+        whole: for each operand that they gather, the mesh axes that split its dimensions
+            afterwards; None for the other operands.
         summed: for each result, whether a collective makes it from what the devices computed.
     """
 
