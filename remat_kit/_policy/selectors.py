@@ -467,9 +467,10 @@ class Constant(Selector):
       devices. Inside of `shard_map` these are the results of `jax.lax.psum`,
       `jax.lax.all_gather`, `jax.lax.all_to_all`, …. In a program that XLA partitions, they are the
       operands that an operation needs gathered, and the results whose parts the devices add up, by
-      the shardings that Shardy propagates. These shardings are known if the decorated object is a
-      step that is called with sharded arrays, and in `inspect`, `measure` and `diff`, but not
-      inside of a `jax.jit` of your own.
+      the shardings that Shardy propagates. These shardings are known in `inspect`, `measure` and
+      `diff`, in a decorated step that is called with arrays, and inside of a `jax.jit` whose
+      arguments have shardings; elsewhere there is a `RematKitWarning`. With explicit axes they
+      are the results of `jax.sharding.reshard` and the sums of parts.
     * `gathered_parameters` selects those results of collectives that are a gathered input of the
       decorated function, such as the parameters of fully sharded training (FSDP, ZeRO).
 
