@@ -57,6 +57,7 @@ from ._policy.selectors import dots as dots
 from ._policy.selectors import dots_no_batch as dots_no_batch
 from ._policy.selectors import dtype as dtype
 from ._policy.selectors import everything as everything
+from ._policy.selectors import gathered_parameters as gathered_parameters
 from ._policy.selectors import larger_than as larger_than
 from ._policy.selectors import module as module
 from ._policy.selectors import named as named

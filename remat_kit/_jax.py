@@ -1291,6 +1291,7 @@ class CallBeingTraced:
         args, kwargs: the arguments of the call.
         argnums: of a gradient function, the positions of the arguments to differentiate.
         frame: the Python frame of the call.
+        options: of a jitted function, what was given to `jax.jit`; equal for equal options.
     """
 
     fn: Callable[..., Any]
@@ -1298,6 +1299,7 @@ class CallBeingTraced:
     kwargs: dict[str, Any]
     argnums: int | Sequence[int] | None
     frame: Any
+    options: Any = None
 
 
 def outermost_jit() -> CallBeingTraced | None:
@@ -1318,9 +1320,11 @@ def outermost_jit() -> CallBeingTraced | None:
     values = found.f_locals
     if found.f_code.co_name == "jit_trace":
         fn = values["jit_func"]
+        options = fn._jit_info
     else:
-        fn = pjit._cpp_pjit(values["fun"], values["jit_info"])
-    return CallBeingTraced(fn, tuple(values["args"]), dict(values["kwargs"]), None, found)
+        options = values["jit_info"]
+        fn = pjit._cpp_pjit(values["fun"], options)
+    return CallBeingTraced(fn, tuple(values["args"]), dict(values["kwargs"]), None, found, options)
 
 
 _JIT_FILE = os.path.join("jax", "_src", "pjit.py")
@@ -1464,6 +1468,16 @@ def is_differentiated(x: Any) -> bool:
             return False
         x = x.val
     return False
+
+
+def concrete_value(x: Any) -> Any:
+    """Return the value that tracers of a derivative stand for, outside of `jit`; else a tracer.
+
+    `JVPTracer` and `LinearizeTracer` have it in ``primal`` (0.10.2 and 0.12).
+    """
+    while isinstance(x, Tracer) and type(x).__name__ in ("JVPTracer", "LinearizeTracer"):
+        x = x.primal
+    return x
 
 
 # -- several processes ----------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from remat_kit import _frames, _jax, _units
+from remat_kit._apply import partitioned as _partitioned
 from remat_kit._apply import steps as _steps
 from remat_kit._apply import void as _void
 from remat_kit._apply.blocks import BlockCutter, reads_sources
@@ -36,6 +37,7 @@ from remat_kit._policy import reading as _reading
 from remat_kit._policy import selectors as _selectors
 from remat_kit._policy import structural as _structural
 from remat_kit._policy.algebra import Policy
+from remat_kit._program import communication as _communication
 from remat_kit._program import losses as _losses
 from remat_kit._program import paths as _paths
 from remat_kit._program import taken as _taken
@@ -139,6 +141,8 @@ def policy(
     chosen = _reading.as_policy(what, call=f"policy({_text(what)})")
     if chosen is None:
         return lambda target: target
+    if _reads_collectives(chosen):
+        _communication.want()
     if isinstance(chosen, _structural.Automatic) and at is not None:
         raise UserError(
             f"`policy({_text(what)}, at={at!r})`: `auto` plans a whole loss or step, and finds its "
@@ -350,10 +354,17 @@ class Application:
         planned = isinstance(self.policy, _structural.Planned) and self.policy.step
         known = True if planned and self.step is None else self.step
         steps = _steps.StepCalls(self, fn, known, self.losses)
+        splits = _partitioned.CalledSteps()
 
         @_jax.entry
         @functools.wraps(fn)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if _reads_collectives(self.policy) and steps.known is not False:
+                with splits.known_in(wrapped, args, kwargs):
+                    return called(*args, **kwargs)
+            return called(*args, **kwargs)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
             if isinstance(self.policy, _structural.Automatic):
                 is_step, result = steps.automatic(self.policy, args, kwargs)
                 if is_step:
@@ -410,6 +421,12 @@ class Application:
             return self._planned(self.policy, call, traced, loop, base)
         first = not self.calls[1:]
         program = Program.traced(traced, base)
+        if self._asks_for_collectives() and not self._has_no_derivative(traced, call.arrays):
+            context = _communication.current()
+            if isinstance(context, _communication.Collector):
+                barred, call.arrays = context.barrier(traced, call.arrays, base)
+                return call.evaluated(barred)
+            program = self._marked(program, [*traced.consts, *call.arrays])
         with self._hint_on_equinox((args, kwargs)):
             self._check(program)
         if first:
@@ -461,6 +478,17 @@ class Application:
         # The second trace has regions around the losses.
         steps.known = True
         return *trace(steps.catching()), True
+
+    def _asks_for_collectives(self) -> bool:
+        # Inside of `shard_map` the collectives are equations.
+        return _reads_collectives(self.policy) and _jax.mapped_axes() is None
+
+    def _marked(self, program: Program, inputs: Sequence[Any]) -> Program:
+        """Return a program that says which values a collective makes, as far as that is known."""
+        marked = _partitioned.marked(program, inputs)
+        if marked is None and max(jax.device_count(), _jax.context_devices()) > 1:
+            self._warn_once(_partitioned.UNKNOWN.format(call=self.call), _partitioned.UNKNOWN_HINT)
+        return marked or program
 
     def no_step(self) -> UserError:
         return UserError(
@@ -578,7 +606,10 @@ class Application:
             )
             return
         full = reads_sources(self.policy)
+        said = _partitioned.UNKNOWN.format(call=self.call) in self.warned
         for rule, seen in _void.unmatched(self.policy, program, matches, full=full):
+            if said and any(leaf in _COLLECTIVES for leaf in rule.leaves()):
+                continue
             self._warn_once(
                 f"{call}: {rule!r} selects none of the values here, so it has no effect",
                 _void.explain(rule, seen),
@@ -711,6 +742,14 @@ def applied(fn: Any) -> tuple[Policy | None, str | None]:
 
 
 _APPLIED = "__remat_kit_policy__"
+
+
+@functools.cache
+def _reads_collectives(policy: Policy) -> bool:
+    return any(leaf in _COLLECTIVES for leaf in policy.leaves())
+
+
+_COLLECTIVES = (_selectors.collective, _selectors.gathered_parameters)
 
 
 @functools.cache

@@ -48,7 +48,14 @@ from remat_kit._policy.algebra import Policy, callable_policy, save
 from remat_kit._policy.selectors import Module, Where, everything, nothing
 from remat_kit._program.derivative import Derivative, derive
 from remat_kit._program.paths import Path, common_prefix, module_path
-from remat_kit._program.program import KeptName, Program, bodies, checkpoint_name_of, evaluate
+from remat_kit._program.program import (
+    MARKS,
+    KeptName,
+    Program,
+    bodies,
+    checkpoint_name_of,
+    evaluate,
+)
 from remat_kit._program.structure import structure_of
 
 
@@ -58,6 +65,8 @@ def user_name(name: str) -> str | None:
     >>> user_name(KeptName("attn_out", "remat_kit:save:dots")), user_name("remat_kit:save:dots")
     ('attn_out', None)
     """
+    if name in MARKS:
+        return None
     if isinstance(name, KeptName):
         return str(name)
     return name if read_label(name) is None else None

@@ -269,10 +269,10 @@ def _reason(leaf: Selector, values: Sequence[Value]) -> str:
     if isinstance(leaf, (_selectors.LargerThan, _selectors.SmallerThan)):
         sizes = [v.bytes for v in values]
         return f"the values take {format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
-    if leaf == _selectors.collective:
+    if leaf in (_selectors.collective, _selectors.gathered_parameters):
         return (
-            "the function calls no collective; under automatic partitioning the compiler adds them "
-            "after the policy has decided: use shard_map, or name the values that they produce"
+            "the function calls no collective, and under automatic partitioning XLA adds none that "
+            f"{leaf!r} selects, as far as the shardings of its inputs say"
         )
     known = ", ".join(sorted({p for v in values for p in v.primitives})[:12])
     return f"{leaf!r} selects nothing; the operations are {known}"

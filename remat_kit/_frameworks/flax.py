@@ -228,6 +228,23 @@ def functional(
 # -- Linen ------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def outside_of_modules() -> Iterator[None]:
+    """In this context, a new Linen module has no parent, though a module is being called.
+
+    The stack of called modules belongs to the thread; seen on flax 0.12.8 and 0.12.12.
+    """
+    context = getattr(sys.modules.get("flax.linen.module"), "_context", None)
+    if context is None:
+        yield
+        return
+    called, context.module_stack = context.module_stack, [None]
+    try:
+        yield
+    finally:
+        context.module_stack = called
+
+
 def lift_linen(target: Any, regions: Regions, methods: Sequence[str] | None = None) -> Any:
     """Return a Linen class, or a function of a module, whose calls go through ``regions``.
 

@@ -131,7 +131,7 @@ _CONSTANTS = {
     c.label: c
     for c in (
         *(_selectors.everything, _selectors.nothing, _selectors.collective),
-        *(_selectors.dots, _selectors.dots_no_batch),
+        *(_selectors.dots, _selectors.dots_no_batch, _selectors.gathered_parameters),
     )
 }
 

@@ -452,7 +452,7 @@ _CONSTANTS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Constant(Selector):
-    """One of `everything`, `nothing`, `dots`, `dots_no_batch` and `collective`.
+    """One of `everything`, `nothing`, `dots`, `dots_no_batch`, `collective`, `gathered_parameters`.
 
     * `everything` selects every value. ``save(everything)`` corresponds to
       `jax.checkpoint_policies.everything_saveable`.
@@ -463,8 +463,16 @@ class Constant(Selector):
     * `dots_no_batch` selects the results of matrix products without batch axes, which
       `jax.checkpoint_policies.dots_with_no_batch_dims_saveable` saves. In a transformer these are
       the projections and not the attention scores.
-    * `collective` selects the results of collectives (`jax.lax.psum`, `jax.lax.all_gather`,
-      `jax.lax.all_to_all`, …), which each device receives from other devices.
+    * `collective` selects the results of collectives, which each device receives from other
+      devices. Inside of `shard_map` these are the results of `jax.lax.psum`,
+      `jax.lax.all_gather`, `jax.lax.all_to_all`, …. In a program that XLA partitions, they are the
+      operands that an operation needs gathered, and the results whose parts the devices add up, by
+      the shardings that Shardy propagates. These shardings are known in `inspect`, `measure` and
+      `diff`, in a decorated step that is called with arrays, and inside of a `jax.jit` whose
+      arguments have shardings; elsewhere there is a `RematKitWarning`. With explicit axes they
+      are the results of `jax.sharding.reshard` and the sums of parts.
+    * `gathered_parameters` selects those results of collectives that are a gathered input of the
+      decorated function, such as the parameters of fully sharded training (FSDP, ZeRO).
 
     >>> sin, psum = Value(primitives=("sin",)), Value(primitives=("psum",))
     >>> [s.matches(sin) for s in (everything, nothing, dots, dots_no_batch, collective)]
@@ -480,6 +488,10 @@ class Constant(Selector):
 
     def matches(self, value: Value) -> bool:
         if self.label == "everything":
+            return True
+        if self.label == "gathered_parameters":
+            return value.gathered_parameter
+        if self.label == "collective" and value.collective:
             return True
         if not any_match(value.primitives, _CONSTANTS[self.label]):
             return False
@@ -524,4 +536,10 @@ dots_no_batch = Constant("dots_no_batch")
 collective = Constant("collective")
 
 
-"""Results of collectives (``psum``, ``all_gather``, ``all_to_all``, …)."""
+"""Results of collectives: ``psum``, ``all_gather``, …, and what the partitioner of XLA adds."""
+
+
+gathered_parameters = Constant("gathered_parameters")
+
+
+"""Parameters that a partitioned program gathers on each device before it uses them."""

@@ -7,6 +7,7 @@ for the same mistake.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ import numpy as np
 from remat_kit import _jax
 from remat_kit._errors import NotDifferentiableError, UserError
 from remat_kit._frameworks import flax as _flax
+from remat_kit._program import communication as _communication
 from remat_kit._program import ops as _ops
 from remat_kit._program import sharding as _sharding
 from remat_kit._program import taken as _taken
@@ -346,7 +348,11 @@ def trace_gradient(
     structs = abstract(args, call=call)
     _check_inputs(structs, argnums, call)
     fn = _flax.with_known_arguments(fn)
-    with _flax.nnx_scopes(), _taken.differentiated_later():
+    with (
+        _shardings_known(fn, structs, argnums, call),
+        _flax.nnx_scopes(),
+        _taken.differentiated_later(),
+    ):
         loss, shapes = jax.make_jaxpr(fn, return_shape=True)(*structs)
         has_aux = check_loss(loss, structs, shapes, argnums, call)
         forward, backward = _forward_and_backward(fn, structs, argnums, has_aux)
@@ -375,6 +381,21 @@ def trace_gradient(
         shards=_shards(forward, backward, structs, [op for op, _ in residuals]),
         loss=loss,
     )
+
+
+def _shardings_known(
+    fn: Callable[..., Any], structs: Sequence[Any], argnums: Argnums, call: str
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which decorated functions know how their inputs are split."""
+    leaves = jax.tree.leaves(tuple(structs))
+    sizes = [_jax.devices_of(leaf.sharding) for leaf in leaves]
+    if max([*sizes, _jax.context_devices()]) == 1:
+        return contextlib.nullcontext()
+
+    def trace() -> Any:
+        return jax.jit(gradient_program(fn, structs, argnums, call=call)).trace(*structs)
+
+    return _communication.known_within(trace, lambda traced: traced)
 
 
 def _shards(

@@ -37,6 +37,7 @@ from remat_kit._errors import UserError
 from remat_kit._files import is_own_file
 from remat_kit._frameworks import arguments as _arguments
 from remat_kit._frameworks import flax as _flax
+from remat_kit._program import communication as _communication
 from remat_kit._program import paths as _paths
 from remat_kit._program import sharding as _sharding
 from remat_kit._program import taken as _taken
@@ -267,7 +268,8 @@ class _Observer:
             )
         )
         if self.marks_inputs and self.losses[-1].axes is None:  # else their shapes are local
-            traced, call.arrays = _marked(traced, call.arrays, len(self.losses) - 1)
+            scope = f"{_INPUTS}{len(self.losses) - 1}"
+            traced, call.arrays = _communication.behind_barrier(traced, call.arrays, scope)
         with jax.named_scope(mark):
             return loss.result(call.evaluated(traced))
 
@@ -357,7 +359,7 @@ def on_mesh(
         )
     known = {}
     for i, loss in enumerate(observer.losses):
-        places, shardings = _markable(loss.jaxpr.in_avals), found.get(i, [])
+        places, shardings = _communication.markable(loss.jaxpr.in_avals), found.get(i, [])
         split = dict(zip(places, shardings, strict=False))
         own = tuple(split.get(place) for place in range(len(loss.jaxpr.in_avals)))
         known.setdefault((loss.name, str(loss.jaxpr)), own)
@@ -368,29 +370,6 @@ def on_mesh(
 
 
 _INPUTS = "remat_kit_inputs_"
-
-
-def _marked(
-    traced: _jax.Traced, arrays: Sequence[Any], number: int
-) -> tuple[_jax.Traced, list[Any]]:
-    """Return a trace and its arguments with a barrier behind all values that enter the program."""
-    values = [*traced.consts, *arrays]
-    places = _markable(traced.closed.in_avals)
-    with jax.named_scope(f"{_INPUTS}{number}"):
-        outs = jax.lax.optimization_barrier([values[i] for i in places])
-    for place, out in zip(places, outs, strict=True):
-        values[place] = out
-    constants = len(traced.consts)
-    return dataclasses.replace(traced, consts=tuple(values[:constants])), values[constants:]
-
-
-def _markable(avals: Sequence[Any]) -> list[int]:
-    """Return the places of arrays; keys and references are not split."""
-    return [
-        i
-        for i, aval in enumerate(avals)
-        if not _jax.is_ref(aval) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-    ]
 
 
 def _joined(losses: Sequence[Loss]) -> Iterator[Loss]:

@@ -146,6 +146,17 @@ class KeptName(str):
         return self
 
 
+# Checkpoint names that remat_kit gives to values which a collective of a partitioned program made
+# (see `remat_kit._program.communication`). They are no names of the user.
+MADE_BY_COLLECTIVE = "remat_kit.collective"
+
+
+GATHERED_PARAMETER = "remat_kit.gathered_parameter"
+
+
+MARKS = frozenset({MADE_BY_COLLECTIVE, GATHERED_PARAMETER})
+
+
 def checkpoint_name_of(eqn: Any) -> str | None:
     """Return the name in a `jax.ad_checkpoint.checkpoint_name`, or None for another equation."""
     if eqn.primitive.name == "name":

@@ -18,6 +18,7 @@ from remat_kit import _jax
 from remat_kit._errors import UserError
 from remat_kit._frameworks import arguments as _arguments
 from remat_kit._frameworks import flax as _flax
+from remat_kit._program import communication as _communication
 from remat_kit._program import gradient as _gradient
 from remat_kit._program import step as _step
 from remat_kit._program.gradient import Argnums, abstract
@@ -96,7 +97,33 @@ def trace(
         UserError: the call cannot work.
         NotDifferentiableError: ``fn`` is not a loss.
     """
-    donated = _positions(donate_argnums)
+    again = functools.partial(
+        _trace_once, fn, args, argnums, _positions(donate_argnums), optimizer, call
+    )
+    if not _is_split(fn, args):
+        return again()
+    with _communication.known_within(again, lambda program: program.traced):
+        return again()
+
+
+def _is_split(fn: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Tell whether XLA may partition a program: its arguments or its own jit may say so."""
+    leaves = jax.tree.leaves(_flax.arrays_of(tuple(args)))
+    sizes = [_jax.devices_of(getattr(leaf, "sharding", None)) for leaf in leaves]
+    inner = getattr(fn, STEP, None)
+    return max([*sizes, _jax.context_devices()]) > 1 or _jax.is_jitted(
+        fn if inner is None else inner.fn
+    )
+
+
+def _trace_once(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    argnums: Argnums,
+    donated: tuple[int, ...],
+    optimizer: Any,
+    call: str,
+) -> CompilableProgram:
     if optimizer is not None:
         step, given, own = _step.training_step(fn, optimizer, args, argnums, call)
         own = {*own, *(1 + i % len(args) for i in donated)}

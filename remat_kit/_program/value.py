@@ -13,6 +13,8 @@ from remat_kit._frames import source_of
 from remat_kit._program.ops import flops, is_kernel, moved_bytes, nbytes
 from remat_kit._program.paths import Path, module_path
 from remat_kit._program.program import (
+    GATHERED_PARAMETER,
+    MARKS,
     Program,
     bodies,
     checkpoint_name_of,
@@ -44,7 +46,7 @@ def value_of(
     chain = producers(eqn, position)
     return Value(
         primitives=tuple(dict.fromkeys((*map(primitive_name, chain), *_kernels(eqn, position)))),
-        names=tuple(names),
+        names=tuple(name for name in names if name not in MARKS),
         module="/".join(path),
         source=source_of(eqn) if full else ("", 0),
         shape=tuple(getattr(var.aval, "shape", ())),
@@ -55,6 +57,8 @@ def value_of(
         primitive=chain[-1].primitive,
         in_avals=tuple(v.aval for v in chain[-1].invars),
         params=chain[-1].params,
+        collective=not MARKS.isdisjoint(names),
+        gathered_parameter=GATHERED_PARAMETER in names,
     )
 
 
@@ -171,6 +175,9 @@ class Value:
         next two attributes take no part in ``==`` and ``hash``.
       in_avals: the abstract values of the inputs of ``primitive``.
       params: the parameters of ``primitive``.
+      collective: whether a collective makes the value in a program that XLA partitions, as far as
+        the shardings of the program are known.
+      gathered_parameter: whether it is a parameter that the devices gather.
     """
 
     primitives: tuple[str, ...] = ()
@@ -185,3 +192,5 @@ class Value:
     primitive: Any = dataclasses.field(default=None, compare=False, repr=False)
     in_avals: tuple[Any, ...] = dataclasses.field(default=(), compare=False, repr=False)
     params: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    collective: bool = False
+    gathered_parameter: bool = False

@@ -18,9 +18,11 @@ from remat_kit._policy.reading import as_policy
 from remat_kit._policy.recipe import Recipe, dumps, load, loads, parse, recipes, resolve
 from remat_kit._policy.selectors import (
     Named,
+    collective,
     dots,
     dots_no_batch,
     everything,
+    gathered_parameters,
     larger_than,
     module,
     named,
@@ -197,6 +199,8 @@ def test_loads_by_path(tmp_path: pathlib.Path) -> None:
         ("larger_than:4096", recompute(larger_than(4096))),
         ("mindspore_cell", save(nothing)),
         ("mindspore_primitive:max,exp", recompute(primitive("max", "exp"))),
+        ("mindspore_mp_comm_recompute", save(collective - gathered_parameters)),
+        ("mindspore_parallel_optimizer_comm_recompute", save(gathered_parameters)),
         ("segments:a,b", segments("a", "b")),
         ("axlearn_save:.*(q|k)_proj{1}", save(named_regex(".*(q|k)_proj{1}"))),
         ("save_carries", save(nothing)),

@@ -18,6 +18,7 @@ from remat_kit._policy.selectors import (
     collective,
     dots,
     dots_no_batch,
+    gathered_parameters,
     larger_than,
     module,
     source,
@@ -64,6 +65,16 @@ def test_collectives() -> None:
         assert collective.matches(Value(primitives=(name,)))
     for name in ("reduce_sum", "dot_general", "pbroadcast", "pvary"):
         assert not collective.matches(Value(primitives=(name,)))
+
+
+def test_collectives_of_the_partitioner() -> None:
+    added = Value(primitives=("dot_general",), collective=True)
+    gathered = Value(primitives=("custom_jvp_call",), collective=True, gathered_parameter=True)
+    both = (added, gathered)
+    assert [collective.matches(v) for v in both] == [True, True]
+    assert [gathered_parameters.matches(v) for v in both] == [False, True]
+    assert [(collective - gathered_parameters).matches(v) for v in both] == [True, False]
+    assert not gathered_parameters.matches(Value(primitives=("all_gather",)))
 
 
 def test_source_lines() -> None:

@@ -114,12 +114,19 @@ def repeated_collectives(scene: Scene) -> Iterator[Lint]:
                 f"{_times(sum(c.times for c in found))} only because of recomputation: "
                 f"{format_bytes(size)}, {format_seconds(seconds)} on the links"
             )
-            fix = (
-                _instead_of_gathering(scene)
-                if kind == "all-gather"
-                else _kept_product(scene, module)
-            )
+            fix = _without_repetition(scene, kind, module)
             yield Lint("collective-repeated", message, fix, module, source, size)
+
+
+def _without_repetition(scene: Scene, kind: str, module: str) -> str:
+    """Return the policy that saves what collectives give.
+
+    If the policy reads collectives already, it does not see this one.
+    """
+    leaves = scene.policy.leaves() if scene.policy is not None else ()
+    if _selectors.collective not in leaves:
+        return _also(scene, _selectors.collective)
+    return _instead_of_gathering(scene) if kind == "all-gather" else _kept_product(scene, module)
 
 
 def _kept_product(scene: Scene, module: str) -> str:

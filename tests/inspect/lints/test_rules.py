@@ -215,23 +215,15 @@ def on_mesh(*dims, split):
     )
 
 
-def gathering(line):
-    """Return a loss whose layers read parameters that are split over the devices of the batch.
+def gathering(weights, x):
+    """A loss whose layers read parameters that are split over the devices of the batch."""
+    for i, w in enumerate(weights):
+        with jax.named_scope(f"layer_{i}"):
+            x = x + jnp.tanh(jnp.sin(x @ w) @ w.T)
+    return jnp.mean(x**2)
 
-    Args:
-        line: a line of Python at the beginning of each layer, which may change its ``w``.
-    """
 
-    def loss(weights, x):
-        for i, w in enumerate(weights):
-            with jax.named_scope(f"layer_{i}"):
-                scope = {"w": w, "mesh": MESH, "jax": jax, "remat_kit": remat_kit}
-                exec(line, scope)
-                x = x + jnp.tanh(jnp.sin(x @ scope["w"]) @ scope["w"].T)
-        return jnp.mean(x**2)
-
-    split = ("data", None)
-    return loss, ([on_mesh(64, 128, split=split)] * 3, on_mesh(512, 64, split=split))
+GATHERING = ([on_mesh(64, 128, split=("data", None))] * 3, on_mesh(512, 64, split=("data", None)))
 
 
 def adding(weights, x):
@@ -258,16 +250,45 @@ def decorated(fix, fn):
 
 
 def test_the_fix_of_gathered_parameters_removes_their_second_gathering():
-    loss, args = gathering("")
-    assert repeated(loss, args) == ([], [])
-    found, fixes = repeated(loss, args, policy="nothing", at="layer_*")
+    assert repeated(gathering, GATHERING) == ([], [])
+    found, fixes = repeated(gathering, GATHERING, policy="nothing", at="layer_*")
     assert {c.kind for c in found} == {"all-gather"}
-    line, _, call = fixes[0].partition("  # with ")
-    marked, _ = gathering(line)
-    assert repeated(decorated(call, marked), args) == ([], [])
+    assert set(fixes) == {'remat_kit.policy("save(collective)", at="layer_*")'}
+    again = decorated(fixes[0], gathering)
+    assert repeated(again, GATHERING) == ([], [])
     # The gathered parameters alone are saved: the activations are still recomputed.
-    plain = inspect(loss, *args, policy="nothing", at="layer_*")
-    assert inspect(decorated(call, marked), *args).recomputed_flops == plain.recomputed_flops > 0
+    plain = inspect(gathering, *GATHERING, policy="nothing", at="layer_*")
+    assert inspect(again, *GATHERING).recomputed_flops == plain.recomputed_flops > 0
+
+
+def test_the_fix_keeps_what_the_policy_keeps():
+    found, fixes = repeated(gathering, GATHERING, policy="save(primitive('sin'))", at="layer_*")
+    assert found
+    assert set(fixes) == {
+        """remat_kit.policy("save(collective) | save(primitive('sin'))", at="layer_*")"""
+    }
+    assert repeated(decorated(fixes[0], gathering), GATHERING) == ([], [])
+
+
+def test_a_repetition_that_the_selector_does_not_see_has_another_fix():
+    """With explicit axes, a product gathers its operand without an operation that says so."""
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+
+    def loss(weights, x):
+        for i, w in enumerate(weights):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(jnp.sin(jnp.dot(x, w, out_sharding=rows)))
+        return jnp.mean(x**2)
+
+    rows = NamedSharding(mesh, PartitionSpec("data", None))
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=rows)
+    x = jax.ShapeDtypeStruct((512, 64), jnp.float32, sharding=rows)
+    with jax.sharding.use_abstract_mesh(mesh):
+        how = {"policy": "nothing | save(collective)", "at": "layer_*"}
+        with pytest.warns(remat_kit.RematKitWarning, match="selects none"):
+            found, fixes = repeated(loss, ([w] * 3, x), **how)
+    assert {c.kind for c in found} == {"all-gather"}
+    assert "named('gathered')" in fixes[0]
 
 
 @pytest.mark.skipif(
