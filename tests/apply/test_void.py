@@ -226,5 +226,5 @@ def test_a_plan_that_may_offload_needs_a_scan():
     ],
 )
 def test_a_keyword_without_an_effect_is_an_error(call):
-    with pytest.raises(remat_kit.UserError, match="no policy to apply|no checkpoint"):
+    with pytest.raises(remat_kit.UserError, match=r"no policy to apply|no checkpoint"):
         call()
