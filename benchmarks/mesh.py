@@ -4,10 +4,11 @@
     python benchmarks/mesh.py --target h100:8 --json benchmarks/results/mesh.json
     python benchmarks/mesh.py --render --json benchmarks/results/mesh.json
 
-Each model is partitioned over the devices of each target and compiled four times: as it is, with
-each block recomputed (`nothing`), with the matrix products of each block saved (`dots`), and with
-the fastest plan that needs no more memory than `nothing`. Bytes are those of one device. Losses
-without an optimizer are compiled, and nothing is run.
+Each model is partitioned over the devices of each target and compiled five times: as it is, with
+each block recomputed (`nothing`), with all of a block recomputed but what collectives make
+(`save(collective)`; not for `dp`, whose blocks have none), with the matrix products of each block
+saved (`dots`), and with the fastest plan that needs no more memory than `nothing`. Bytes are those
+of one device. Losses without an optimizer are compiled, and nothing is run.
 
 "Predicted" is what the planner says of the program without a policy and of its plan before it has
 compiled them, in parts of the compiled bytes. Collectives are counted as often as a step runs them.
@@ -53,7 +54,8 @@ CASES = {"gpt": Case("GPT", "gpt", _GPT), "llama_nnx": Case("Llama", "llama_nnx"
 _TINY = {"size": "tiny", "batch": 64, "seq": 64}
 SMOKE = {"gpt": Case("GPT", "gpt", _TINY)}
 SHARDINGS = ("dp", "fsdp", "fsdp+tp")
-POLICIES = ("none", "nothing", "dots", "plan")
+KEEPING = "save(collective)"
+POLICIES = ("none", "nothing", KEEPING, "dots", "plan")
 TARGETS = ("cpu:8@16GiB", "h100:8", "tpu-v5e:4x4")
 COMPILES = 3  # of a plan
 
@@ -81,7 +83,10 @@ def rows(case: Case, sharding: str, target: str) -> Iterator[Row]:
     predicted = remat_kit.frontier(loss, *args, target=target).plain.predicted_peak_bytes
     limit: Any = None
     for policy in POLICIES[:-1]:
-        row = begun | {"policy": policy} | read(*sharded.loss(policy), target)
+        if policy == KEEPING and sharding == "dp":
+            continue
+        applied = remat_kit.save(remat_kit.collective) if policy == KEEPING else policy
+        row = begun | {"policy": policy} | read(*sharded.loss(applied), target)
         if policy == "none":
             row["predicted_bytes"] = predicted
         if policy == "nothing":
@@ -203,8 +208,18 @@ def merged(old: Mapping[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]
         "versions": {**old["versions"], **new["versions"]},
         "taken": {target: taken(target) for target in {**old["taken"], **new["taken"]}},
         "cases": list(cases.values()),
-        "rows": [*kept, *replaced.values()],
+        "rows": sorted([*kept, *replaced.values()], key=_place),
     }
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    """Return the place of a row in the table; targets that are not the default's come last."""
+    target, known = row["target"], [*TARGETS]
+    place = known.index(target) if target in known else len(known)
+    return (
+        *(row["model"], place, target),
+        *(SHARDINGS.index(row["sharding"]), POLICIES.index(row["policy"])),
+    )
 
 
 def report_of(found: Row, case: Case, given: Sequence[str]) -> dict[str, Any]:

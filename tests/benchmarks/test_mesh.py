@@ -21,6 +21,8 @@ def test_a_sharded_model_with_every_policy(capsys, tmp_path):
     assert plain["repeated"] == 0 < again["repeated"] <= again["collectives"]
     assert plain["collectives"] + again["repeated"] >= again["collectives"]
     assert again["compiled_bytes"] < plain["compiled_bytes"]
+    assert rows[mesh.KEEPING]["repeated"] < again["repeated"]
+    assert rows[mesh.KEEPING]["collectives"] < again["collectives"]
     assert plan["compiled_bytes"] <= plan["budget_bytes"] == again["compiled_bytes"]
     assert plan["predicted_bytes"] == pytest.approx(plan["compiled_bytes"], rel=0.1)
     for row in rows.values():
@@ -28,7 +30,7 @@ def test_a_sharded_model_with_every_policy(capsys, tmp_path):
         assert row["moved_bytes"] > row["repeated_bytes"] >= 0
 
 
-def row(policy, target="cpu:8", **figures):
+def row(policy, target="cpu:8@16GiB", **figures):
     names = {"model": "GPT", "sharding": "dp", "mesh": "data=8", "target": target}
     return names | {"policy": policy, "versions": {"jax": target}} | figures
 
@@ -40,14 +42,14 @@ def test_rows_of_an_earlier_run_stay():
         report = mesh.merged(report, mesh.report_of(found, case, ["--target", found["target"]]))
     again = mesh.merged(report, mesh.report_of(row("none", fits=4), case, []))
     assert [(r["policy"], r["target"], r["fits"]) for r in again["rows"]] == [
-        ("none", "cpu:8", 4),
-        ("plan", "cpu:8", 2),
+        ("none", "cpu:8@16GiB", 4),
+        ("plan", "cpu:8@16GiB", 2),
         ("none", "h100:8", 3),
     ]
-    assert list(again["taken"]) == ["cpu:8", "h100:8"]
+    assert list(again["taken"]) == ["cpu:8@16GiB", "h100:8"]
     assert again["taken"]["h100:8"]["commands"] == ["python benchmarks/mesh.py --target h100:8"]
-    assert len(again["taken"]["cpu:8"]["commands"]) == 2
-    assert again["taken"]["cpu:8"]["versions"]["jax"] == "cpu:8"
+    assert len(again["taken"]["cpu:8@16GiB"]["commands"]) == 2
+    assert again["taken"]["cpu:8@16GiB"]["versions"]["jax"] == "cpu:8@16GiB"
 
 
 def test_a_budget_that_no_plan_meets_is_a_row():
