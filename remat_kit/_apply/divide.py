@@ -25,9 +25,9 @@ from remat_kit._backend import rewrites as _rewrites
 from remat_kit._errors import PolicyError
 from remat_kit._policy.divisions import Division, text_of
 from remat_kit._program import program as _program
-from remat_kit._program import split as _split
+from remat_kit._program.pieces import split as _split
+from remat_kit._program.pieces.split import Blocked, Split
 from remat_kit._program.program import Program, flat_program
-from remat_kit._program.split import Blocked, Split
 from remat_kit._program.structure import structure_of
 
 

@@ -1,7 +1,7 @@
 """Run a program in a loop over pieces of an axis, and each piece again in the backward pass.
 
-`remat_kit._program.split` says which equations are in the loop. The loop has a derivative of its
-own, because the derivative that JAX makes of a scan starts with arrays of zeros that depend on
+`remat_kit._program.pieces.split` says which equations are in the loop. The loop has a derivative of
+its own, because the derivative that JAX makes of a scan starts with arrays of zeros that depend on
 nothing. XLA then allocates them for all layers at the beginning of the program. Here each buffer
 of a loop is made from an input of the loop, or in the backward pass from a cotangent, so that it is
 allocated when the loop begins (XLA's CPU and GPU compilers, jax 0.12).
@@ -33,10 +33,10 @@ from remat_kit._errors import PolicyError
 from remat_kit._policy.structural import Pieces
 from remat_kit._program import paths as _paths
 from remat_kit._program import program as _program
-from remat_kit._program import split as _split
 from remat_kit._program.pieces import Along, How, Partial, Piece, on_piece, shape_of
+from remat_kit._program.pieces import split as _split
+from remat_kit._program.pieces.split import Blocked, Split
 from remat_kit._program.program import Program, primitive_name
-from remat_kit._program.split import Blocked, Split
 
 
 def run(program: Program, policy: Pieces, args: Sequence[Any], *, call: str) -> list[Any]:

@@ -9,7 +9,8 @@ then planned like any other program (module `divided`):
    array of about its size. A segment begins where its inputs are narrow, that is, at most half of
    the array, and ends where what it hands on is narrow again. So the equal blocks of a model get
    equal segments.
-2. Each axis of the array is tried. `remat_kit._program.split` says whether it can be divided.
+2. Each axis of the array is tried. `remat_kit._program.pieces.split` says whether it can be
+   divided.
 3. The number of pieces is the smallest power of two at which the segment is no longer what needs
    the most memory. Of several axes the fastest one wins: where pieces read the weights as a whole,
    they read them k times.
@@ -40,7 +41,7 @@ from remat_kit._planner.mincut import Worth
 from remat_kit._planner.proposals import Candidate, proposed
 from remat_kit._policy.divisions import Division
 from remat_kit._program import ops as _ops
-from remat_kit._program.split import Split
+from remat_kit._program.pieces.split import Split
 from remat_kit._program.structure import structure_of
 from remat_kit._units import format_bytes
 

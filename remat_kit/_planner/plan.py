@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -391,32 +391,11 @@ def plan(
 
 def answered(search: Search, answer: Answer) -> Plan:
     """Return the plan for the answer of a search."""
-    from remat_kit._compiled.peak import UPDATE
-
     front, point = search.frontier, search.points[answer.place]
     policy = front.policy(point)
-    least = min(range(len(search.points)), key=search.predicted)
+    least = min(map(search.predicted, range(len(search.points))))
     memory = search.known[answer.place]
     phase = search.phase(answer.place)
-    notes = []
-    if phase == UPDATE:
-        notes.append(
-            "the peak is in the update of the parameters, so recomputing more cannot lower it"
-        )
-    elif memory.peak_bytes is not None and point.cost.peak_bytes <= front.output_bytes:
-        notes.append("arguments and gradients alone make the peak, so no recompute can lower it")
-    if memory.drops_offload(point.host_bytes):
-        dropped = (
-            f"the compiler left arrays on the device that the plan offloads: only "
-            f"{format_bytes(memory.host_bytes or 0)} of {format_bytes(point.host_bytes)} are in "
-            "the host's memory"
-        )
-        notes.append(dropped)
-        _frames.warn(
-            f"`plan(..., offload=True, target={search.chip.name!r})`: {dropped}",
-            "plan without offload, or for another chip; the compiled peak counts these bytes on "
-            "the device",
-        )
     parts = [(front, point), *zip(front.others, point.others, strict=True)]
     modules = tuple(
         m
@@ -425,16 +404,6 @@ def answered(search: Search, answer: Answer) -> Plan:
             _by_module(f.graph_of(p), p.schedule), _by_module(f.graph, f.plain.schedule)
         )
     )
-    if search.predicted(answer.place) <= _LEAST * search.predicted(least):
-        lower = search.floor(memory.peak_bytes or answer.predicted)
-        notes += [] if lower is None else [str(lower)]
-    if names := dict.fromkeys(name for m in modules for name in m.unknown):
-        again = any(m.unknown_again for m in modules)
-        what = "some of them are recomputed" if again else "none of them is recomputed"
-        notes.append(
-            f"the cost of these primitives is unknown: {', '.join(names)}. Each counts as much as "
-            f"all other operations together, and {what}"
-        )
     step = front.forward_seconds + front.backward_seconds
     return Plan(
         program=policy.program,
@@ -445,14 +414,54 @@ def answered(search: Search, answer: Answer) -> Plan:
         predicted_peak_bytes=answer.predicted,
         compiled=memory,
         baseline=search.known[search.plain],
-        minimum_bytes=search.predicted(least),
+        minimum_bytes=least,
         point=point,
         step_seconds=step + point.extra_seconds,
         peak_phase=phase,
         tried=len(search.known),
         modules=modules,
-        notes=tuple(notes),
+        notes=(*_notes(search, answer, phase), *_unknown_costs(modules)),
     )
+
+
+def _notes(search: Search, answer: Answer, phase: str) -> Iterator[str]:
+    """Yield what the reader must know about the memory of a plan."""
+    from remat_kit._compiled.peak import UPDATE
+
+    front, point = search.frontier, search.points[answer.place]
+    memory = search.known[answer.place]
+    if phase == UPDATE:
+        yield "the peak is in the update of the parameters, so recomputing more cannot lower it"
+    elif memory.peak_bytes is not None and point.cost.peak_bytes <= front.output_bytes:
+        yield "arguments and gradients alone make the peak, so no recompute can lower it"
+    if memory.drops_offload(point.host_bytes):
+        dropped = (
+            f"the compiler left arrays on the device that the plan offloads: only "
+            f"{format_bytes(memory.host_bytes or 0)} of {format_bytes(point.host_bytes)} are in "
+            "the host's memory"
+        )
+        yield dropped
+        _frames.warn(
+            f"`plan(..., offload=True, target={search.chip.name!r})`: {dropped}",
+            "plan without offload, or for another chip; the compiled peak counts these bytes on "
+            "the device",
+        )
+    least = min(map(search.predicted, range(len(search.points))))
+    if search.predicted(answer.place) <= _LEAST * least:
+        lower = search.floor(memory.peak_bytes or answer.predicted)
+        if lower is not None:
+            yield str(lower)
+
+
+def _unknown_costs(modules: Sequence[ModulePlan]) -> Iterator[str]:
+    """Yield which operations of the plan have no known cost."""
+    if names := dict.fromkeys(name for m in modules for name in m.unknown):
+        again = any(m.unknown_again for m in modules)
+        what = "some of them are recomputed" if again else "none of them is recomputed"
+        yield (
+            f"the cost of these primitives is unknown: {', '.join(names)}. Each counts as much as "
+            f"all other operations together, and {what}"
+        )
 
 
 def _in_pieces(loop: PieceLoop) -> str:

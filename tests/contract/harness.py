@@ -32,7 +32,7 @@ from remat_kit._planner import frontier as _frontier
 from remat_kit._policy import divisions as _divisions
 from remat_kit._policy import schedule as _schedule
 from remat_kit._program import program as _program
-from remat_kit._program.split import Split
+from remat_kit._program.pieces.split import Split
 
 # Programs have up to a few hundred operations; each may round differently by one unit, and an
 # ill-conditioned one makes more of it.

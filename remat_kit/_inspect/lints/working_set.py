@@ -11,10 +11,10 @@ from remat_kit._compiled.peak import Held
 from remat_kit._inspect.lints.scene import SMALL_BYTES, Lint, Scene
 from remat_kit._program import paths as _paths
 from remat_kit._program import program as _program
-from remat_kit._program import split as _split
 from remat_kit._program.pieces import shape_of
+from remat_kit._program.pieces import split as _split
+from remat_kit._program.pieces.split import Split
 from remat_kit._program.program import Program, flat_program, primitive_name
-from remat_kit._program.split import Split
 from remat_kit._units import format_bytes
 
 # The arrays of a working set are at least this share of the largest one.

@@ -33,8 +33,9 @@ import jax.extend.core as jec
 
 from remat_kit import _jax
 from remat_kit._program import ops as _ops
-from remat_kit._program import pieces as _pieces
-from remat_kit._program.pieces import Along, How, In, Out, Partial, Way
+from remat_kit._program.pieces import rules as _rules
+from remat_kit._program.pieces.inside import may_join, readers
+from remat_kit._program.pieces.values import Along, How, In, Out, Partial, Way, shape_of
 from remat_kit._program.program import Program, primitive_name
 
 # A value that leaves the loop with more than this share of the bytes of the value that is divided
@@ -118,10 +119,10 @@ def widest(program: Program) -> Any | None:
     returned = _returned(program)
     best, size = None, 0
     for eqn in program.eqns:
-        if not _pieces.is_known(eqn):  # random bits, for example
+        if not _rules.is_known(eqn):  # random bits, for example
             continue
         for v in eqn.outvars:
-            if v not in returned and _bytes(v) > size and _pieces.shape_of(v):
+            if v not in returned and _bytes(v) > size and shape_of(v):
                 best, size = v, _bytes(v)
     return best
 
@@ -146,7 +147,7 @@ def split(program: Program, value: Any, axis: int) -> Split | Blocked:
     Returns:
         The division, or the reason why there is none.
     """
-    shape = _pieces.shape_of(value)
+    shape = shape_of(value)
     n = shape[axis]
     if n < 2:
         return Blocked(None, f"axis {axis} has {n} entr{'y' if n == 1 else 'ies'}")
@@ -184,7 +185,7 @@ class _Facts:
     def __init__(self, program: Program, value: Any):
         self.program = program
         self.maker = {v: i for i, e in enumerate(program.eqns) for v in e.outvars}
-        self.readers = _pieces.readers(program)
+        self.readers = readers(program)
         # The equations that depend on the divided value: they cannot run before the loop.
         self.depends = {self.maker[value]}
         moving = set(program.eqns[self.maker[value]].outvars)
@@ -254,8 +255,8 @@ class _Region:
         how = self.how[first]
         assert isinstance(how, Along)
         position = next(k for k, v in enumerate(eqn.invars) if v is first)
-        for way in _pieces.ways(eqn, self.n, In(position), how):
-            if self.agrees(i, eqn, way) and _pieces.may_join(eqn, way, self.facts.readers):
+        for way in _rules.ways(eqn, self.n, In(position), how):
+            if self.agrees(i, eqn, way) and may_join(eqn, way, self.facts.readers):
                 self.add(i, way)
                 wanted: dict[Any, Along] = {}
                 for v, h in zip(eqn.invars, way.inputs, strict=True):
@@ -320,7 +321,7 @@ class _Region:
         if not outs or i in self.ways or late or any(v in self.whole for v in eqn.outvars):
             return None
         position, first = outs[0]
-        for way in _pieces.ways(eqn, self.n, Out(position), wanted[first]):
+        for way in _rules.ways(eqn, self.n, Out(position), wanted[first]):
             if way.partial or any(way.outputs[k] != wanted[v] for k, v in outs):
                 continue
             if not any(v in self.tainted for v in _variables(eqn)) and self.agrees(i, eqn, way):
@@ -480,6 +481,6 @@ _NAMES = {Partial.SUM: "sum", Partial.MAX: "maximum", Partial.MIN: "minimum"}
 
 def _cannot(eqn: Any, n: int) -> str:
     name = primitive_name(eqn)
-    if not _pieces.is_known(eqn):
+    if not _rules.is_known(eqn):
         return f"`{name}` is not an operation that remat_kit can run in pieces"
     return f"`{name}` mixes the {n:,} entries that pieces are made of"

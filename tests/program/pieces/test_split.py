@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from remat_kit._program.pieces import Along, Partial
+from remat_kit._program.pieces.split import Blocked, Split, split, widest
 from remat_kit._program.program import Program, flat_program, without_dead
-from remat_kit._program.split import Blocked, Split, split, widest
 
 
 def program_of(fn: Callable[..., Any], *shapes: tuple[int, ...]) -> Program:

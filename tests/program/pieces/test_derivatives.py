@@ -1,0 +1,71 @@
+"""Functions with derivative rules of their own keep them in pieces."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from piece_programs import check_all_ways, floats, in_pieces, last
+
+from remat_kit._program.pieces import Along, In, ways
+
+
+@jax.custom_jvp
+def _odd(x: Any, y: Any) -> Any:
+    return x * y
+
+
+@_odd.defjvp
+def _odd_jvp(primals: Any, tangents: Any) -> Any:
+    (x, y), (dx, dy) = primals, tangents
+    return x * y, 2 * dx * y + 3 * dy * x  # recognizably not the derivative of the product
+
+
+@jax.custom_vjp
+def _scaled(x: Any, w: Any) -> Any:
+    return x @ w
+
+
+def _scaled_fwd(x: Any, w: Any) -> Any:
+    return x @ w, (x, w)
+
+
+def _scaled_bwd(residuals: Any, ct: Any) -> Any:
+    x, w = residuals
+    return 2 * ct @ w.T, 3 * x.T @ ct
+
+
+_scaled.defvjp(_scaled_fwd, _scaled_bwd)
+
+
+def test_a_derivative_of_its_own_stays() -> None:
+    x, y = floats(6, 4), floats(6, 4, seed=1)
+    for fn, args in ((_odd, (x, y)), (_scaled, (x, floats(4, 3, seed=2)))):
+        check_all_ways(fn, *args)
+        eqn = last(fn, *args)
+        (way,) = ways(eqn, 6, In(0), Along(0))
+
+        def loss(call: Any, *args: Any) -> Any:
+            return jnp.sum(jnp.sin(call(*args)))
+
+        def split(*args: Any, eqn: Any = eqn, way: Any = way) -> Any:
+            return in_pieces(eqn, way, list(args), 6, 4)[0]
+
+        whole = jax.grad(functools.partial(loss, fn), (0, 1))(*args)
+        found = jax.grad(functools.partial(loss, split), (0, 1))(*args)
+        for a, b in zip(whole, found, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_backward_rule_that_mixes_pieces_blocks() -> None:
+    @jax.custom_vjp
+    def normed(x: Any) -> Any:
+        return x * 1.0
+
+    normed.defvjp(lambda x: (x * 1.0, None), lambda _, ct: (ct - jnp.mean(ct, 0, keepdims=True),))
+    eqn = last(normed, floats(6, 4))
+    assert ways(eqn, 6, In(0), Along(0)) == []
+    assert len(ways(eqn, 4, In(0), Along(1))) == 1
