@@ -149,18 +149,18 @@ MUTATIONS = (
     Mutation(
         "closure",
         "A recompute is priced as if it went on behind what is kept.",
-        "remat_kit/_planner/simulate.py",
+        "remat_kit/_planner/costs/simulate.py",
         "        if t in seen or t in available:\n",
         "        if t in seen:\n",
-        ("tests/planner/test_simulate.py::test_a_saved_tensor_stops_the_recompute",),
+        ("tests/planner/costs/test_simulate.py::test_a_saved_tensor_stops_the_recompute",),
     ),
     Mutation(
         "minimum_cut",
         "The minimum cut takes recomputation for twice as dear as it is.",
-        "remat_kit/_planner/mincut.py",
+        "remat_kit/_planner/schedules/mincut.py",
         "costs[len(keeping) : len(keeping) + len(self.work)] = self.work",
         "costs[len(keeping) : len(keeping) + len(self.work)] = 2 * self.work",
-        ("tests/planner/test_mincut.py::test_minimum_cut_equals_brute_force",),
+        ("tests/planner/schedules/test_mincut.py::test_minimum_cut_equals_brute_force",),
     ),
     # -- reports
     Mutation(
@@ -269,15 +269,15 @@ MUTATIONS = (
     Mutation(
         "sharded_arguments",
         "A loss with arguments that are split over devices is planned as if one device had them.",
-        "remat_kit/_planner/build.py",
+        "remat_kit/_planner/costs/build.py",
         "    if devices == 1:\n        return None\n",
         "    if devices >= 1:\n        return None\n",
-        ("tests/planner/test_build.py::test_a_partitioned_loss_has_the_costs_of_one_device",),
+        ("tests/planner/costs/test_build.py::test_a_partitioned_loss_has_the_costs_of_one_device",),
     ),
     Mutation(
         "sharded_function",
         "A function that partitions its own values is planned as if it ran on one device.",
-        "remat_kit/_program/gradient.py",
+        "remat_kit/_program/steps/gradient.py",
         "if (devices := _jax.devices_within(closed, shardings=not shardings)) > 1:",
         "if (devices := 1) > 1:",
         (
@@ -287,7 +287,7 @@ MUTATIONS = (
     Mutation(
         "lost_updates",
         "An NNX step is measured without its update of the parameters.",
-        "remat_kit/_program/traced.py",
+        "remat_kit/_program/steps/traced.py",
         "    if _flax.holds_state(args):\n",
         "    if False:\n",
         (

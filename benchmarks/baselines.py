@@ -34,14 +34,14 @@ import numpy as np
 from _common import MIB, Case
 
 from remat_kit._chip.target import target
-from remat_kit._planner import build as _build
 from remat_kit._planner import frontier as _frontier
-from remat_kit._planner import graph as _graph
-from remat_kit._planner import mincut as _mincut
-from remat_kit._planner import proposals as _proposals
-from remat_kit._planner import simulate as _simulate
-from remat_kit._planner.graph import CostGraph, Equation
-from remat_kit._planner.simulate import Simulated, simulate
+from remat_kit._planner.costs import build as _build
+from remat_kit._planner.costs import graph as _graph
+from remat_kit._planner.costs import simulate as _simulate
+from remat_kit._planner.costs.graph import CostGraph, Equation
+from remat_kit._planner.costs.simulate import Simulated, simulate
+from remat_kit._planner.schedules import mincut as _mincut
+from remat_kit._planner.schedules import proposals as _proposals
 from remat_kit._policy.algebra import Decision
 from remat_kit._policy.patterns import path_matches
 from remat_kit._policy.reading import as_policy
@@ -88,7 +88,7 @@ def points(graph: CostGraph, at: str | None = None) -> list[Point]:
     """Return the schedules of every baseline, and of nothing at all (``none``), simulated.
 
     >>> import jax, jax.numpy as jnp
-    >>> from remat_kit._planner.build import trace
+    >>> from remat_kit._planner.costs.build import trace
     >>> w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((9, 16, 16), (64, 16)))
     >>> def loss(ws, x):
     ...     for i in range(9):

@@ -29,7 +29,7 @@ import remat_kit
 from remat_kit._chip.compile import compile_program
 from remat_kit._inspect.reading import TracedReading, read
 from remat_kit._inspect.residuals import kept_of
-from remat_kit._program.gradient import trace_gradient
+from remat_kit._program.steps.gradient import trace_gradient
 
 CASES = (
     Case("MLP", "mlp", {}),

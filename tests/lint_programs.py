@@ -11,7 +11,7 @@ from remat_kit._inspect.lints.lint import lints_of
 from remat_kit._inspect.lints.scene import CompiledFacts
 from remat_kit._inspect.recomputed import forward_flops, recomputed_of
 from remat_kit._inspect.residuals import kept_of
-from remat_kit._program.gradient import trace_gradient
+from remat_kit._program.steps.gradient import trace_gradient
 
 
 def f32(*shape):

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from shapes import struct
 
 from remat_kit._chip.target import target
-from remat_kit._planner import build as _build
-from remat_kit._planner import simulate as _simulate
+from remat_kit._planner.costs import build as _build
+from remat_kit._planner.costs import simulate as _simulate
 
 CHIP = target("cpu")
 

@@ -131,12 +131,17 @@ def test_contributing_lists_every_module():
     assert {p.parent.name for p in PACKAGE.glob("*/__init__.py")} == set(PACKAGES)
 
 
+def test_no_folder_has_many_modules():
+    folders = collections.Counter(path.parent for path in MODULES if path.stem != "__init__")
+    assert not [str(folder) for folder, count in folders.items() if count > 13]
+
+
 # Modules without a test file of their own: facts are tested by the programs in `tests/probes`.
 UNTESTED = {"_backend/facts"}
 
 
 def test_every_module_has_a_test_file():
-    """`remat_kit/_planner/chain.py` is tested in `tests/planner/test_chain.py`, and so on."""
+    """`tests/planner/test_plan.py` tests `remat_kit/_planner/plan.py`, and so on."""
     inner = [path for path in MODULES if path.parent != PACKAGE and path.stem != "__init__"]
     names = {str(path.relative_to(PACKAGE).with_suffix("")) for path in inner}
     wanted = {

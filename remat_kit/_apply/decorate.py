@@ -38,13 +38,13 @@ from remat_kit._policy import selectors as _selectors
 from remat_kit._policy import structural as _structural
 from remat_kit._policy.algebra import Policy
 from remat_kit._program import communication as _communication
-from remat_kit._program import losses as _losses
 from remat_kit._program import paths as _paths
-from remat_kit._program import taken as _taken
-from remat_kit._program import traced as _traced
 from remat_kit._program import value as _value
 from remat_kit._program.paths import Path
 from remat_kit._program.program import Program
+from remat_kit._program.steps import losses as _losses
+from remat_kit._program.steps import taken as _taken
+from remat_kit._program.steps import traced as _traced
 
 
 def policy(

@@ -31,10 +31,10 @@ import jax
 from remat_kit import _jax
 from remat_kit._frameworks import flax as _flax
 from remat_kit._program import communication as _communication
-from remat_kit._program import traced as _traced
 from remat_kit._program.communication import Known
-from remat_kit._program.gradient import abstract
 from remat_kit._program.program import Program
+from remat_kit._program.steps import traced as _traced
+from remat_kit._program.steps.gradient import abstract
 
 UNKNOWN = (
     "`{call}`: it is unknown here how the devices split the arrays, so the policy does not select "

@@ -31,10 +31,10 @@ from remat_kit._policy import patterns as _patterns
 from remat_kit._policy import schedule as _schedule
 from remat_kit._policy.algebra import Policy
 from remat_kit._policy.structural import Automatic
-from remat_kit._program import losses as _losses
 from remat_kit._program import paths as _paths
-from remat_kit._program import taken as _taken
-from remat_kit._program.gradient import abstract
+from remat_kit._program.steps import losses as _losses
+from remat_kit._program.steps import taken as _taken
+from remat_kit._program.steps.gradient import abstract
 
 
 class Applied(Protocol):

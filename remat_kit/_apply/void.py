@@ -28,10 +28,10 @@ from remat_kit._policy import structural as _structural
 from remat_kit._policy.algebra import Decision, Policy, Rule, Selector
 from remat_kit._program import paths as _paths
 from remat_kit._program import program as _program
-from remat_kit._program import taken as _taken
 from remat_kit._program import value as _value
 from remat_kit._program.paths import Path
 from remat_kit._program.program import Program
+from remat_kit._program.steps import taken as _taken
 from remat_kit._program.value import Value
 from remat_kit._units import format_bytes
 

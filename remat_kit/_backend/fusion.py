@@ -126,8 +126,8 @@ def _rounded(flow: FusionFlow) -> set[int]:
     """Return the arrays that a TPU stores in half precision.
 
     XLA's TPU compiler multiplies float32 matrices in bfloat16 by default. If only such products
-    read an array, XLA stores the array in bfloat16 (v5e, jax 0.12; `tests/planner/test_build.py`
-    compares with ``jax.default_matmul_precision("highest")``).
+    read an array, XLA stores the array in bfloat16 (v5e, jax 0.12;
+    `tests/planner/costs/test_build.py` compares with ``jax.default_matmul_precision("highest")``).
     """
     found, whole = set[int](), set(flow.outputs)
     for i, eqn in enumerate(flow.eqns):

@@ -32,7 +32,7 @@ from remat_kit._errors import UserError
 from remat_kit._inspect.headline import batches_headline
 from remat_kit._inspect.tables import NO_POLICY, policy_text, versions
 from remat_kit._program.builder import Loss
-from remat_kit._program.gradient import Argnums, abstract
+from remat_kit._program.steps.gradient import Argnums, abstract
 from remat_kit._show.table import Lines, Shown, Table, headed
 from remat_kit._units import format_bytes, format_seconds
 

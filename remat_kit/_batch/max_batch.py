@@ -29,7 +29,7 @@ from remat_kit._chip.target import Target
 from remat_kit._errors import CompileError, UserError
 from remat_kit._inspect.tables import NO_POLICY, policy_text
 from remat_kit._program.builder import Loss
-from remat_kit._program.gradient import Argnums, abstract
+from remat_kit._program.steps.gradient import Argnums, abstract
 from remat_kit._show.table import Shown, Table
 from remat_kit._units import format_bytes, format_seconds
 

@@ -23,9 +23,9 @@ from remat_kit._inspect.tables import NO_POLICY
 from remat_kit._planner import frontier as _frontier
 from remat_kit._planner import plan as _plan
 from remat_kit._policy.reading import as_policy
-from remat_kit._program import losses as _losses
 from remat_kit._program.builder import Builder, Loss
-from remat_kit._program.gradient import Argnums
+from remat_kit._program.steps import losses as _losses
+from remat_kit._program.steps.gradient import Argnums
 from remat_kit._units import format_bytes
 
 Progress = Callable[[str], None]

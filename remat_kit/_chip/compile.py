@@ -49,12 +49,12 @@ from remat_kit._errors import (
 )
 from remat_kit._frameworks import flax as _flax
 from remat_kit._policy import structural as _structural
-from remat_kit._program import losses as _losses
 from remat_kit._program import program as _program
-from remat_kit._program import step as _step
-from remat_kit._program import traced as _traced
 from remat_kit._program import value as _value
-from remat_kit._program.gradient import Argnums
+from remat_kit._program.steps import losses as _losses
+from remat_kit._program.steps import step as _step
+from remat_kit._program.steps import traced as _traced
+from remat_kit._program.steps.gradient import Argnums
 from remat_kit._units import format_bytes
 
 

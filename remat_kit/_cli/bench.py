@@ -21,7 +21,7 @@ from remat_kit._cli.published import COMPILES, Published, published
 from remat_kit._errors import BuildError, UserError
 from remat_kit._files import data_folder
 from remat_kit._planner import frontier as _frontier
-from remat_kit._planner.proposals import silent
+from remat_kit._planner.schedules.proposals import silent
 from remat_kit._planner.search import Search
 from remat_kit._program.builder import loaded
 from remat_kit._show.table import Table

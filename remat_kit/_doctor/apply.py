@@ -15,9 +15,9 @@ from remat_kit._frameworks import arguments as _arguments
 from remat_kit._frameworks import flax as _flax
 from remat_kit._frameworks import haiku as _haiku
 from remat_kit._policy.structural import Planned
-from remat_kit._program import losses as _losses
-from remat_kit._program import taken as _taken
-from remat_kit._program import traced as _traced
+from remat_kit._program.steps import losses as _losses
+from remat_kit._program.steps import taken as _taken
+from remat_kit._program.steps import traced as _traced
 
 
 class LossesOfScript:

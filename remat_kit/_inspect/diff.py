@@ -17,8 +17,8 @@ import numpy as np
 from remat_kit._errors import UserError
 from remat_kit._inspect.recomputed import Duplicate, duplicates, warn_of_pieces
 from remat_kit._program.flow import FORWARD, ConstantNumber, NumberedValue, Numbering, Op
-from remat_kit._program.gradient import Gradient
-from remat_kit._program.losses import gradients_of
+from remat_kit._program.steps.gradient import Gradient
+from remat_kit._program.steps.losses import gradients_of
 from remat_kit._show.table import Lines, Shown
 
 _CONTEXT = 2  # lines shown before and after a duplicate

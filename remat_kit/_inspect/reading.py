@@ -17,7 +17,7 @@ from remat_kit._compiled.roofline import Cost, Estimate, estimate
 from remat_kit._inspect.residuals import Residual
 from remat_kit._inspect.verdict import Verdict, natural_residuals, verdicts
 from remat_kit._inspect.whatif import Counterfactual, counterfactuals
-from remat_kit._program.gradient import Gradient
+from remat_kit._program.steps.gradient import Gradient
 
 
 @dataclasses.dataclass(frozen=True)

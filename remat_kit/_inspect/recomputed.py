@@ -9,7 +9,7 @@ from typing import Any
 from remat_kit import _frames
 from remat_kit._program import ops as _ops
 from remat_kit._program.flow import Op
-from remat_kit._program.gradient import Gradient, trace_gradient
+from remat_kit._program.steps.gradient import Gradient, trace_gradient
 
 
 @dataclasses.dataclass(frozen=True)

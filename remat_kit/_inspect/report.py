@@ -50,8 +50,8 @@ from remat_kit._inspect.tables import (
 )
 from remat_kit._inspect.whatif import worthwhile
 from remat_kit._program import ops as _ops
-from remat_kit._program.losses import Loss, gradients_of
 from remat_kit._program.paths import roll_up as roll_up
+from remat_kit._program.steps.losses import Loss, gradients_of
 from remat_kit._show import figures as _figures
 from remat_kit._show import page as _page
 from remat_kit._show.table import Lines, Shown, Table, headed

@@ -17,8 +17,8 @@ from remat_kit._apply.region import user_name
 from remat_kit._policy.algebra import Decision
 from remat_kit._program import ops as _ops
 from remat_kit._program.flow import Argument, Element, Op, Region, Shard, Stack, Unshard
-from remat_kit._program.gradient import Gradient, trace_gradient
 from remat_kit._program.paths import short_path
+from remat_kit._program.steps.gradient import Gradient, trace_gradient
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,9 +25,9 @@ from remat_kit._compiled.roofline import Estimate
 from remat_kit._inspect import residuals as _residuals
 from remat_kit._inspect.recomputed import duplicates, loops_of, region_paths
 from remat_kit._inspect.residuals import Residual
-from remat_kit._program import gradient as _gradient
 from remat_kit._program import program as _program
-from remat_kit._program.gradient import Gradient
+from remat_kit._program.steps import gradient as _gradient
+from remat_kit._program.steps.gradient import Gradient
 from remat_kit._units import format_bytes
 
 EFFECTIVE, PARTLY, UNDONE = "effective", "partly", "undone by CSE"

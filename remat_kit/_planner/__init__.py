@@ -1,9 +1,8 @@
 """Which checkpoint schedule makes a training step the fastest within a memory budget?
 
-`build` traces a loss into the cost graph of `graph`, with derivatives from `derivative`. `mincut`
-chooses which activations a region saves, and `simulate` predicts the peak memory of a schedule.
-`chain` divides the graph into blocks, and `compose` chooses how each block runs. `proposals`
-collects schedules from all sources, and `bounds` computes lower bounds for all schedules.
-`frontier` returns the best schedules, each as a `point`. `search` compiles a few of them for a
-budget, and `plan` returns the best one as a policy. `revision` numbers the planner's answers.
+`costs` predicts the memory and the time of a schedule, and `schedules` finds those that are worth
+a closer look, with lower bounds for all of them. `frontier` returns the best schedules of a loss,
+each as a `point`, and `steps` those of a whole training step. `search` compiles a few of them for a
+budget, `plan` returns the best one as a policy, and `auto` does so at the first call of a function.
+`revision` numbers the planner's answers.
 """

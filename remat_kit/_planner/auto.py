@@ -30,18 +30,18 @@ from remat_kit._chip.cache import default_cache, key_of
 from remat_kit._chip.target import Target
 from remat_kit._chip.target import target as find_target
 from remat_kit._errors import PolicyError, RematKitError, UnknownNameError
-from remat_kit._planner import build as _build
-from remat_kit._planner import proposals as _proposals
+from remat_kit._planner.costs import build as _build
 from remat_kit._planner.frontier import Surroundings, check_options, frontier_of
 from remat_kit._planner.plan import Plan, answered
+from remat_kit._planner.schedules import proposals as _proposals
 from remat_kit._planner.search import Search, parsed_budget
 from remat_kit._planner.steps import frontier_of_step
 from remat_kit._policy import recipe as _recipe
 from remat_kit._policy import schedule as _schedule
 from remat_kit._policy.structural import Automatic, Planned
 from remat_kit._program import ops as _ops
-from remat_kit._program.gradient import check_program
-from remat_kit._program.losses import Loss, step_of
+from remat_kit._program.steps.gradient import check_program
+from remat_kit._program.steps.losses import Loss, step_of
 
 _COMPILES = 5  # as for `remat_kit.plan`
 

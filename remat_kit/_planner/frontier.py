@@ -51,14 +51,14 @@ from remat_kit._backend.interface import Backend
 from remat_kit._chip.target import Target, for_arguments
 from remat_kit._errors import UnknownNameError, UserError, unknown
 from remat_kit._frameworks import flax as _flax
-from remat_kit._planner import bounds as _bounds
-from remat_kit._planner import mincut as _mincut
-from remat_kit._planner import pieces as _pieces
-from remat_kit._planner import proposals as _proposals
-from remat_kit._planner import simulate as _simulate
-from remat_kit._planner.graph import CostGraph
+from remat_kit._planner.costs import simulate as _simulate
+from remat_kit._planner.costs.graph import CostGraph
+from remat_kit._planner.costs.simulate import Simulated
 from remat_kit._planner.point import Point
-from remat_kit._planner.simulate import Simulated
+from remat_kit._planner.schedules import bounds as _bounds
+from remat_kit._planner.schedules import mincut as _mincut
+from remat_kit._planner.schedules import pieces as _pieces
+from remat_kit._planner.schedules import proposals as _proposals
 from remat_kit._policy import divisions as _divisions
 from remat_kit._policy import patterns as _patterns
 from remat_kit._policy import schedule as _schedule
@@ -67,8 +67,8 @@ from remat_kit._policy.schedule import LoopPart, Place, Schedule, Segment
 from remat_kit._policy.structural import Planned
 from remat_kit._program import ops as _ops
 from remat_kit._program import program as _program
-from remat_kit._program.gradient import Argnums, abstract
 from remat_kit._program.program import Program
+from remat_kit._program.steps.gradient import Argnums, abstract
 from remat_kit._show import chart as _chart
 from remat_kit._show import figures as _figures
 from remat_kit._show.table import Table

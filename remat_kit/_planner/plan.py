@@ -27,7 +27,7 @@ from remat_kit._policy import recipe as _recipe
 from remat_kit._policy.schedule import Segment
 from remat_kit._policy.structural import Planned
 from remat_kit._program import paths as _paths
-from remat_kit._program.gradient import Argnums
+from remat_kit._program.steps.gradient import Argnums
 from remat_kit._show.table import Table
 from remat_kit._units import format_bytes, format_flops
 
@@ -35,8 +35,8 @@ from remat_kit._units import format_bytes, format_flops
 # name `remat_kit.plan` does not need it.
 if TYPE_CHECKING:
     from remat_kit._apply.pieces import PieceLoop
+    from remat_kit._planner.costs.graph import CostGraph
     from remat_kit._planner.frontier import Tick
-    from remat_kit._planner.graph import CostGraph
     from remat_kit._planner.point import Point
     from remat_kit._planner.search import Answer, Search
 
@@ -274,7 +274,7 @@ def plans(
         budgets: budgets as for `plan`. If nothing fits a budget, the error takes the plan's place.
         compiles: maximum number of programs to compile for each budget.
     """
-    from remat_kit._planner.proposals import silent
+    from remat_kit._planner.schedules.proposals import silent
     from remat_kit._planner.search import Search, parsed_budget
     from remat_kit._planner.steps import frontier_for
 
@@ -368,7 +368,7 @@ def plan(
         UnknownNameError: no chip or objective has that name.
         MissingPluginError: the compiler for the target is not installed.
     """
-    from remat_kit._planner.proposals import silent
+    from remat_kit._planner.schedules.proposals import silent
     from remat_kit._planner.search import Search, check_reachable, parsed_budget
     from remat_kit._planner.steps import frontier_for
 
@@ -487,7 +487,7 @@ def _beside(modules: Sequence[ModulePlan], without: Sequence[ModulePlan]) -> tup
 
 
 def _by_module(graph: CostGraph, schedule: Sequence[Segment[int]]) -> tuple[ModulePlan, ...]:
-    from remat_kit._planner.simulate import Simulation
+    from remat_kit._planner.costs.simulate import Simulation
 
     saved: dict[str, list[float]] = {}
     unknown: dict[str, dict[str, None]] = {}

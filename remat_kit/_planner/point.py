@@ -15,8 +15,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from remat_kit._planner.graph import CostGraph
-from remat_kit._planner.simulate import Simulated
+from remat_kit._planner.costs.graph import CostGraph
+from remat_kit._planner.costs.simulate import Simulated
 from remat_kit._policy.schedule import Schedule
 
 # -- the frontier ---------------------------------------------------------------------------------

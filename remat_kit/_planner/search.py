@@ -31,14 +31,14 @@ from remat_kit._chip.target import Target
 from remat_kit._compiled import hlo as _hlo
 from remat_kit._compiled import peak as _peak
 from remat_kit._errors import PolicyError, UserError
-from remat_kit._planner import pieces as _pieces
 from remat_kit._planner.frontier import Frontier, Tick, held_arrays
-from remat_kit._planner.pieces import Floor
 from remat_kit._planner.point import Point
+from remat_kit._planner.schedules import pieces as _pieces
+from remat_kit._planner.schedules.pieces import Floor
 from remat_kit._policy.structural import Planned
 from remat_kit._program import ops as _ops
-from remat_kit._program import step as _step
-from remat_kit._program.gradient import Argnums, abstract
+from remat_kit._program.steps import step as _step
+from remat_kit._program.steps.gradient import Argnums, abstract
 from remat_kit._units import format_apart, format_bytes, parse_bytes
 
 # Share of the step's time that the recompute for the budget "free" may take.

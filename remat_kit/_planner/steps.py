@@ -30,7 +30,8 @@ from remat_kit._compiled.hlo import Instruction
 from remat_kit._compiled.liveness import DEVICE, TEMPORARY
 from remat_kit._compiled.peak import anatomy
 from remat_kit._errors import UserError
-from remat_kit._planner import build as _build
+from remat_kit._planner.costs import build as _build
+from remat_kit._planner.costs.graph import CostGraph
 from remat_kit._planner.frontier import (
     Frontier,
     Surroundings,
@@ -40,13 +41,12 @@ from remat_kit._planner.frontier import (
     frontier_of,
     sizes_of,
 )
-from remat_kit._planner.graph import CostGraph
 from remat_kit._planner.point import Point
-from remat_kit._program.gradient import (
+from remat_kit._program.steps.gradient import (
     Argnums,
 )
-from remat_kit._program.losses import Step, on_mesh, step_of
-from remat_kit._program.step import state_bytes
+from remat_kit._program.steps.losses import Step, on_mesh, step_of
+from remat_kit._program.steps.step import state_bytes
 
 
 def frontier_for(

@@ -487,7 +487,7 @@ def _fault_without_us(loss: Loss) -> str | None:
     """Return the error of JAX for the gradient of a loss without a policy, or None."""
     import jax
 
-    from remat_kit._program.gradient import abstract, gradient_program
+    from remat_kit._program.steps.gradient import abstract, gradient_program
 
     fn, args = loss
     try:

@@ -25,8 +25,8 @@ from remat_kit._errors import CheckError, UserError
 from remat_kit._inspect import report as _report
 from remat_kit._inspect import tables as _tables
 from remat_kit._inspect.residuals import Residual, residuals_of
-from remat_kit._program.gradient import Argnums
-from remat_kit._program.losses import argnums_of, gradients_of, step_of
+from remat_kit._program.steps.gradient import Argnums
+from remat_kit._program.steps.losses import argnums_of, gradients_of, step_of
 from remat_kit._show.table import aligned
 from remat_kit._units import format_bytes, format_percent
 

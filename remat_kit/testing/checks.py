@@ -16,8 +16,8 @@ from remat_kit._chip.target import Target
 from remat_kit._errors import CheckError, PolicyError, RematKitError, UserError
 from remat_kit._inspect import report as _report
 from remat_kit._inspect.residuals import Residual
-from remat_kit._program.gradient import Argnums
-from remat_kit._program.losses import argnums_of
+from remat_kit._program.steps.gradient import Argnums
+from remat_kit._program.steps.losses import argnums_of
 from remat_kit._units import format_apart, format_bytes, parse_bytes
 from remat_kit.testing import baseline as _baseline
 

@@ -17,8 +17,8 @@ from remat_kit._errors import CheckError, UserError
 from remat_kit._frameworks import flax as _flax
 from remat_kit._program import program as _program
 from remat_kit._program import value as _value
-from remat_kit._program.gradient import abstract, gradient_program, materialise
-from remat_kit._program.losses import step_of
+from remat_kit._program.steps.gradient import abstract, gradient_program, materialise
+from remat_kit._program.steps.losses import step_of
 
 # -- equivalence --------------------------------------------------------------------------------
 

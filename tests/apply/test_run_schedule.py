@@ -13,7 +13,7 @@ from zoo import load
 
 import remat_kit
 from remat_kit._planner import frontier as _frontier
-from remat_kit._planner.simulate import simulate
+from remat_kit._planner.costs.simulate import simulate
 from remat_kit._policy import schedule as _schedule
 from remat_kit._policy.schedule import Segment
 from remat_kit._program import program as _program

@@ -16,8 +16,8 @@ from step_programs import AT, STEPS, WEIGHTS, X, forces, loss, taken, updated
 import remat_kit
 from remat_kit import PolicyError, RematKitWarning, UnknownNameError, UserError, _jax, policy
 from remat_kit._policy import schedule as _schedule
-from remat_kit._program import losses
 from remat_kit._program import program as _program
+from remat_kit._program.steps import losses
 
 _LINEARIZE = ad.linearize
 

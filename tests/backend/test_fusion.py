@@ -10,9 +10,9 @@ from shapes import struct
 
 import remat_kit
 from remat_kit._chip.target import target
-from remat_kit._planner import build as _build
 from remat_kit._planner import frontier as _frontier
-from remat_kit._planner.simulate import Simulation, simulate
+from remat_kit._planner.costs import build as _build
+from remat_kit._planner.costs.simulate import Simulation, simulate
 from remat_kit._policy.schedule import Segment
 
 

@@ -6,7 +6,7 @@ import pytest
 from shapes import struct
 
 from remat_kit._chip.target import target
-from remat_kit._planner import build as _build
+from remat_kit._planner.costs import build as _build
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from remat_kit._errors import (
     CompileError,
     RematKitWarning,
 )
-from remat_kit._program import traced as _traced
+from remat_kit._program.steps import traced as _traced
 
 PLATFORMS = ["cpu", "tpu-v5e", "h100"]
 # What another process needs to import this file: the package and `shapes`.

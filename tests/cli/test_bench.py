@@ -15,7 +15,7 @@ from remat_kit._cli import bench as _bench
 from remat_kit._cli import main as _main
 from remat_kit._cli import published as _published
 from remat_kit._planner import frontier as _frontier
-from remat_kit._planner.proposals import silent
+from remat_kit._planner.schedules.proposals import silent
 from remat_kit._planner.search import Search
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -11,9 +11,9 @@ from remat_kit._compiled.duplicates import recomputed_ops
 from remat_kit._compiled.hlo import Instruction, parse
 from remat_kit._compiled.liveness import schedule
 from remat_kit._compiled.peak import anatomy, origins
-from remat_kit._planner.build import trace
-from remat_kit._program import gradient as _gradient
+from remat_kit._planner.costs.build import trace
 from remat_kit._program import ops as _ops
+from remat_kit._program.steps import gradient as _gradient
 
 W = jax.ShapeDtypeStruct((48, 48), jnp.float32)
 X = jax.ShapeDtypeStruct((80, 48), jnp.float32)

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import remat_kit
-from remat_kit._program import gradient as _gradient
+from remat_kit._program.steps import gradient as _gradient
 
 ADAM = optax.adamw(1e-3)
 

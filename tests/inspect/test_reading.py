@@ -13,7 +13,7 @@ from remat_kit import inspect
 from remat_kit._chip.compile import compile_program
 from remat_kit._inspect.reading import TracedReading, read
 from remat_kit._inspect.residuals import residuals_of
-from remat_kit._program.gradient import trace_gradient
+from remat_kit._program.steps.gradient import trace_gradient
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -17,8 +17,8 @@ from remat_kit._inspect.recomputed import forward_flops, recomputed, recomputed_
 from remat_kit._policy import schedule as _schedule
 from remat_kit._program import program as _program
 from remat_kit._program.flow import _CALLS, Flow, Numbering
-from remat_kit._program.gradient import trace_gradient
 from remat_kit._program.program import flat_program
+from remat_kit._program.steps.gradient import trace_gradient
 
 is_old = jax.__version_info__ < (0, 11)
 

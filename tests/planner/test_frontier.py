@@ -19,8 +19,8 @@ from shapes import struct
 
 import remat_kit
 from remat_kit import UnknownNameError
-from remat_kit._planner import bounds as _bounds
 from remat_kit._planner import frontier as _frontier
+from remat_kit._planner.schedules import bounds as _bounds
 from remat_kit._policy import schedule as _schedule
 
 

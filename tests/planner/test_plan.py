@@ -18,7 +18,7 @@ from remat_kit import PolicyError, RematKitWarning, UserError
 from remat_kit._chip.target import target
 from remat_kit._cli import main as _main
 from remat_kit._planner import plan as _plan
-from remat_kit._planner.proposals import silent
+from remat_kit._planner.schedules.proposals import silent
 from remat_kit._planner.search import Answer, Search
 from remat_kit._policy import recipe as _recipe
 

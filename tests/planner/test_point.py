@@ -6,8 +6,8 @@ import json
 import pytest
 from planner_graphs import tower
 
+from remat_kit._planner.costs.simulate import simulate
 from remat_kit._planner.point import Point
-from remat_kit._planner.simulate import simulate
 from remat_kit._policy.schedule import Segment
 
 

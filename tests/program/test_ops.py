@@ -198,7 +198,7 @@ def test_reports_say_what_no_figure_counts(fn):
 
 def again_in(graph, schedule):
     """What a schedule computes again, by primitive."""
-    from remat_kit._planner.simulate import Simulation
+    from remat_kit._planner.costs.simulate import Simulation
 
     simulation = Simulation(graph, 1.0)
     parts = [part for s in schedule for part in (s, *s.inside)]

@@ -24,7 +24,7 @@ from remat_kit._policy.algebra import Selector
 from remat_kit._program import ops as _ops
 from remat_kit._program import paths as _paths
 from remat_kit._program.flow import FORWARD, Op
-from remat_kit._program.gradient import Gradient
+from remat_kit._program.steps.gradient import Gradient
 from remat_kit._units import format_bytes
 
 # -- saved, although a smaller value would do -------------------------------------------------

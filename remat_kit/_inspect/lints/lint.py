@@ -34,7 +34,7 @@ from remat_kit._inspect.recomputed import Recomputed
 from remat_kit._inspect.residuals import Residual
 from remat_kit._policy.algebra import Policy
 from remat_kit._program.flow import Op
-from remat_kit._program.gradient import Gradient
+from remat_kit._program.steps.gradient import Gradient
 from remat_kit._units import format_bytes
 
 

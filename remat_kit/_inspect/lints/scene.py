@@ -26,7 +26,7 @@ from remat_kit._policy.algebra import Policy, Selector
 from remat_kit._program import paths as _paths
 from remat_kit._program import value as _value
 from remat_kit._program.flow import Argument, Element, Frame, Op, Region
-from remat_kit._program.gradient import Gradient
+from remat_kit._program.steps.gradient import Gradient
 
 WORTH_A_LINE = 0.01  # fraction of all saved bytes
 

@@ -7,12 +7,12 @@ import pytest
 from planner_graphs import tower, traced
 from shapes import struct
 
-from remat_kit._planner import compose as _compose
-from remat_kit._planner import mincut as _mincut
-from remat_kit._planner import proposals as _proposals
-from remat_kit._planner.chain import Chain
-from remat_kit._planner.chain import positions as _positions
-from remat_kit._planner.simulate import simulate
+from remat_kit._planner.costs.simulate import simulate
+from remat_kit._planner.schedules import compose as _compose
+from remat_kit._planner.schedules import mincut as _mincut
+from remat_kit._planner.schedules import proposals as _proposals
+from remat_kit._planner.schedules.chain import Chain
+from remat_kit._planner.schedules.chain import positions as _positions
 from remat_kit._policy.schedule import Segment
 
 

@@ -15,7 +15,7 @@ share of the forward pass:
 
 >>> import jax, jax.numpy as jnp
 >>> from remat_kit._chip.target import target
->>> from remat_kit._planner.build import trace
+>>> from remat_kit._planner.costs.build import trace
 >>> def tower(weights, x):
 ...     for w in weights:
 ...         x = jnp.tanh(x @ w)
@@ -45,7 +45,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from remat_kit._planner.graph import CostGraph, Equation, Loop
+from remat_kit._planner.costs.graph import CostGraph, Equation, Loop
 from remat_kit._policy.schedule import LoopPlan, Schedule, Segment
 
 # -- whole programs -------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def simulate(
     array that the compiler fuses into its readers takes no bytes.
 
     >>> import jax, jax.numpy as jnp
-    >>> from remat_kit._planner.build import trace
+    >>> from remat_kit._planner.costs.build import trace
     >>> from remat_kit._chip.target import target
     >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32)
     >>> graph = trace(lambda x: jnp.sum(jnp.sin(jnp.cumsum(jnp.sin(jnp.cumsum(x))))), (x,),

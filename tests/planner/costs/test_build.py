@@ -13,10 +13,10 @@ from shapes import struct
 import remat_kit
 from remat_kit import UserError
 from remat_kit._chip.target import target
-from remat_kit._planner import build as _build
-from remat_kit._planner import simulate as _simulate
+from remat_kit._planner.costs import build as _build
+from remat_kit._planner.costs import simulate as _simulate
 from remat_kit._policy.schedule import LoopPart, Segment
-from remat_kit._program.losses import observe
+from remat_kit._program.steps.losses import observe
 
 
 def attention(ws, x):

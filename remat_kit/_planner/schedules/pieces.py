@@ -34,11 +34,11 @@ import jax.numpy as jnp
 from remat_kit._apply.divide import divided, segment_of, split_of
 from remat_kit._apply.pieces import PieceLoop
 from remat_kit._apply.region import relative
-from remat_kit._planner import divided as _divided
-from remat_kit._planner.build import LinkedChip, PieceCost
-from remat_kit._planner.graph import CostGraph, Tensor
-from remat_kit._planner.mincut import Worth
-from remat_kit._planner.proposals import Candidate, proposed
+from remat_kit._planner.costs import divided as _divided
+from remat_kit._planner.costs.build import LinkedChip, PieceCost
+from remat_kit._planner.costs.graph import CostGraph, Tensor
+from remat_kit._planner.schedules.mincut import Worth
+from remat_kit._planner.schedules.proposals import Candidate, proposed
 from remat_kit._policy.divisions import Division
 from remat_kit._program import ops as _ops
 from remat_kit._program.pieces.split import Split
@@ -167,7 +167,7 @@ def floor(graph: CostGraph, chip: LinkedChip) -> Floor | None:
 
     >>> import jax.numpy as jnp
     >>> from remat_kit._chip.target import target
-    >>> from remat_kit._planner.build import trace
+    >>> from remat_kit._planner.costs.build import trace
     >>> w, x = jnp.ones((16, 4096)), jnp.ones((256, 16))
     >>> graph = trace(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2), (w, x), target("cpu"))
     >>> found = floor(graph, target("cpu"))

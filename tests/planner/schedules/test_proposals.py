@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from planner_graphs import tower, traced
 from shapes import struct
 
-from remat_kit._planner import bounds as _bounds
-from remat_kit._planner import proposals as _proposals
-from remat_kit._planner.simulate import simulate
+from remat_kit._planner.costs.simulate import simulate
+from remat_kit._planner.schedules import bounds as _bounds
+from remat_kit._planner.schedules import proposals as _proposals
 from remat_kit._policy.schedule import Segment
 
 # -- schedules --------------------------------------------------------------------------------

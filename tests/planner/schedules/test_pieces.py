@@ -12,8 +12,9 @@ from zoo import load
 
 import remat_kit
 from remat_kit import UserError, frontier, plan, policy, target
-from remat_kit._planner import build, pieces
-from remat_kit._planner.mincut import TIME
+from remat_kit._planner.costs import build
+from remat_kit._planner.schedules import pieces
+from remat_kit._planner.schedules.mincut import TIME
 from remat_kit._policy.divisions import is_division
 
 GPT = {"layers": 2, "width": 32, "heads": 4, "vocab": 2048, "seq": 128, "batch": 4}

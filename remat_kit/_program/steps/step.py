@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from remat_kit._errors import UserError
 from remat_kit._program import ops as _ops
-from remat_kit._program.gradient import Argnums, abstract, gradient_program
+from remat_kit._program.steps.gradient import Argnums, abstract, gradient_program
 
 Step = Callable[..., Any]
 

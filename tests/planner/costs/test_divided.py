@@ -21,8 +21,8 @@ from remat_kit import (
     target,
 )
 from remat_kit._apply.divide import divided
-from remat_kit._planner import build, simulate
-from remat_kit._planner import divided as _divided
+from remat_kit._planner.costs import build, simulate
+from remat_kit._planner.costs import divided as _divided
 from remat_kit._policy import schedule as _schedule
 from remat_kit._policy.divisions import Division, lines
 from remat_kit._policy.schedule import Segment

@@ -21,7 +21,7 @@ FLOPs as a share of the forward pass:
 
 >>> import jax, jax.numpy as jnp
 >>> from remat_kit._chip.target import target
->>> from remat_kit._planner.build import trace
+>>> from remat_kit._planner.costs.build import trace
 >>> def tower(weights, x):
 ...     for w in weights:
 ...         x = jnp.tanh(x @ w)
@@ -53,12 +53,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from remat_kit._planner.bounds import price_range
-from remat_kit._planner.chain import Chain, coarser, positions, unbroken
-from remat_kit._planner.compose import RECURSIVE, Composer, Layer, joined
-from remat_kit._planner.graph import CostGraph, Loop
-from remat_kit._planner.mincut import TIME, Cutter, Worth
-from remat_kit._planner.simulate import Simulated, closure, loop_cost, simulate
+from remat_kit._planner.costs.graph import CostGraph, Loop
+from remat_kit._planner.costs.simulate import Simulated, closure, loop_cost, simulate
+from remat_kit._planner.schedules.bounds import price_range
+from remat_kit._planner.schedules.chain import Chain, coarser, positions, unbroken
+from remat_kit._planner.schedules.compose import RECURSIVE, Composer, Layer, joined
+from remat_kit._planner.schedules.mincut import TIME, Cutter, Worth
 from remat_kit._policy.schedule import LoopPart, LoopPlan, Schedule, Segment
 
 _T = TypeVar("_T")

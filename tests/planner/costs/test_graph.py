@@ -8,7 +8,7 @@ from shapes import struct
 
 from remat_kit._chip.target import target
 from remat_kit._inspect import residuals as _residuals
-from remat_kit._planner import build as _build
+from remat_kit._planner.costs import build as _build
 
 
 def chain(depth):

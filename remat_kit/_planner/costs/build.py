@@ -45,23 +45,23 @@ from remat_kit._backend.fusion import FusionFlow
 from remat_kit._backend.interface import Backend, Chip, peak_rate
 from remat_kit._compiled.collectives import Linked, axes_seconds
 from remat_kit._errors import UserError
-from remat_kit._planner.derivative import OperationDerivative, derivative_of
-from remat_kit._planner.graph import CostGraph, Equation, Loop, Tensor
+from remat_kit._planner.costs.derivative import OperationDerivative, derivative_of
+from remat_kit._planner.costs.graph import CostGraph, Equation, Loop, Tensor
 from remat_kit._program import ops as _ops
 from remat_kit._program import program as _program
 from remat_kit._program import sharding as _sharding
-from remat_kit._program import taken as _taken
-from remat_kit._program.gradient import (
+from remat_kit._program.ops import is_fusible, is_view, reduces
+from remat_kit._program.program import Program, flat_program
+from remat_kit._program.sharding import Shards, SplitProduct, ValueShard
+from remat_kit._program.steps import taken as _taken
+from remat_kit._program.steps.gradient import (
     Argnums,
     abstract,
     check_program,
     gradient_program,
     partitioned,
 )
-from remat_kit._program.losses import Loss
-from remat_kit._program.ops import is_fusible, is_view, reduces
-from remat_kit._program.program import Program, flat_program
-from remat_kit._program.sharding import Shards, SplitProduct, ValueShard
+from remat_kit._program.steps.losses import Loss
 
 
 class LinkedChip(Chip, Linked, Protocol):
@@ -591,7 +591,7 @@ class _Builder:
         if loop is None:
             return None
         # That module computes the cost from the graph of one piece, which this one builds.
-        from remat_kit._planner.divided import cost_of
+        from remat_kit._planner.costs.divided import cost_of
 
         return cost_of(loop, active, self.chip)
 

@@ -11,10 +11,10 @@ from planner_graphs import size, small_graphs, work
 from shapes import struct
 
 from remat_kit._chip.target import target
-from remat_kit._planner import bounds as _bounds
-from remat_kit._planner import build as _build
-from remat_kit._planner import proposals as _proposals
-from remat_kit._planner.simulate import simulate
+from remat_kit._planner.costs import build as _build
+from remat_kit._planner.costs.simulate import simulate
+from remat_kit._planner.schedules import bounds as _bounds
+from remat_kit._planner.schedules import proposals as _proposals
 from remat_kit._policy.schedule import LoopPart, Segment
 
 

@@ -10,7 +10,7 @@ from step_programs import AT, STEPS, WEIGHTS, X, loss, loss_first, taken, update
 
 import remat_kit
 from remat_kit import NotDifferentiableError, UserError, policy, testing
-from remat_kit._program import losses
+from remat_kit._program.steps import losses
 
 VERBS = {
     "measure": lambda fn, **k: remat_kit.measure(fn, WEIGHTS, X, **k),

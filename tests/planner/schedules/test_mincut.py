@@ -5,8 +5,8 @@ import itertools
 import pytest
 from planner_graphs import size, small_graphs, work
 
-from remat_kit._planner import bounds as _bounds
-from remat_kit._planner import mincut as _mincut
+from remat_kit._planner.schedules import bounds as _bounds
+from remat_kit._planner.schedules import mincut as _mincut
 
 
 @pytest.mark.parametrize("number", range(3))

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from shapes import struct
 
-from remat_kit._planner import derivative as _derivative
+from remat_kit._planner.costs import derivative as _derivative
 from remat_kit._program.program import flat_program
 
 

@@ -19,9 +19,9 @@ from remat_kit._errors import UserError
 from remat_kit._frameworks import arguments as _arguments
 from remat_kit._frameworks import flax as _flax
 from remat_kit._program import communication as _communication
-from remat_kit._program import gradient as _gradient
-from remat_kit._program import step as _step
-from remat_kit._program.gradient import Argnums, abstract
+from remat_kit._program.steps import gradient as _gradient
+from remat_kit._program.steps import step as _step
+from remat_kit._program.steps.gradient import Argnums, abstract
 
 
 @dataclass(frozen=True)

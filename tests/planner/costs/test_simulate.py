@@ -11,10 +11,10 @@ from shapes import struct
 
 import remat_kit
 from remat_kit._chip.target import target
-from remat_kit._planner import build as _build
 from remat_kit._planner import frontier as _frontier
-from remat_kit._planner import simulate as _simulate
-from remat_kit._planner.simulate import simulate
+from remat_kit._planner.costs import build as _build
+from remat_kit._planner.costs import simulate as _simulate
+from remat_kit._planner.costs.simulate import simulate
 from remat_kit._policy.schedule import LoopPart, Segment
 
 

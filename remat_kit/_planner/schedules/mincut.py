@@ -14,7 +14,7 @@ price, the minimum cut saves the results of all layers, and at a high price thos
 
 >>> import jax, jax.numpy as jnp
 >>> from remat_kit._chip.target import target
->>> from remat_kit._planner.build import trace
+>>> from remat_kit._planner.costs.build import trace
 >>> def tower(weights, x):
 ...     for w in weights:
 ...         x = jnp.tanh(x @ w)
@@ -34,8 +34,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from remat_kit._planner.graph import CostGraph
-from remat_kit._planner.simulate import Simulated, closure
+from remat_kit._planner.costs.graph import CostGraph
+from remat_kit._planner.costs.simulate import Simulated, closure
 
 
 @dataclasses.dataclass(frozen=True)

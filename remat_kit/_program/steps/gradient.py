@@ -24,8 +24,8 @@ from remat_kit._frameworks import flax as _flax
 from remat_kit._program import communication as _communication
 from remat_kit._program import ops as _ops
 from remat_kit._program import sharding as _sharding
-from remat_kit._program import taken as _taken
 from remat_kit._program.flow import BACKWARD, Flow, NumberedValue, Numbering, Op
+from remat_kit._program.steps import taken as _taken
 
 Argnums = int | Sequence[int] | None
 

@@ -22,10 +22,10 @@ import jax
 
 from remat_kit._apply.divide import Divided
 from remat_kit._apply.pieces import PieceLoop
-from remat_kit._planner import build as _build
-from remat_kit._planner.build import LinkedChip, PieceCost
-from remat_kit._planner.graph import CostGraph
-from remat_kit._planner.simulate import Simulation
+from remat_kit._planner.costs import build as _build
+from remat_kit._planner.costs.build import LinkedChip, PieceCost
+from remat_kit._planner.costs.graph import CostGraph
+from remat_kit._planner.costs.simulate import Simulation
 from remat_kit._policy.schedule import Segment
 from remat_kit._program import ops as _ops
 from remat_kit._program.pieces import Piece

@@ -9,8 +9,8 @@ import pytest
 from planner_graphs import tower, traced
 from shapes import struct
 
-from remat_kit._planner import chain as _chain
-from remat_kit._planner.simulate import closure
+from remat_kit._planner.costs.simulate import closure
+from remat_kit._planner.schedules import chain as _chain
 
 
 def test_cuts_are_where_little_is_alive():

@@ -21,8 +21,8 @@ regions. Each layer has two equations, so ``(2, 6)`` is a region around the seco
 
 >>> import jax, jax.numpy as jnp
 >>> from remat_kit._chip.target import target
->>> from remat_kit._planner.build import trace
->>> from remat_kit._planner.simulate import simulate
+>>> from remat_kit._planner.costs.build import trace
+>>> from remat_kit._planner.costs.simulate import simulate
 >>> def tower(weights, x):
 ...     for w in weights:
 ...         x = jnp.tanh(x @ w)
@@ -59,8 +59,8 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from remat_kit._errors import InternalError
-from remat_kit._planner.chain import EVERY, Chain, Level
-from remat_kit._planner.simulate import loop_cost
+from remat_kit._planner.costs.simulate import loop_cost
+from remat_kit._planner.schedules.chain import EVERY, Chain, Level
 from remat_kit._policy.schedule import LoopPlan, Schedule, Segment
 
 _GOLDEN = (math.sqrt(5) - 1) / 2

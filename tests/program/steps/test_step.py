@@ -12,7 +12,7 @@ import remat_kit
 from remat_kit._cli import commands as _commands
 from remat_kit._cli import main as _main
 from remat_kit._errors import UnknownNameError, UserError
-from remat_kit._program import step as _step
+from remat_kit._program.steps import step as _step
 
 
 def loss(ws, x):

@@ -17,7 +17,7 @@ region, and the work of its recompute, here as a share of the forward pass:
 
 >>> import jax, jax.numpy as jnp
 >>> from remat_kit._chip.target import target
->>> from remat_kit._planner.build import trace
+>>> from remat_kit._planner.costs.build import trace
 >>> def tower(weights, x):
 ...     for w in weights:
 ...         x = jnp.tanh(x @ w)
@@ -43,9 +43,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from remat_kit._planner.graph import CostGraph
-from remat_kit._planner.mincut import TIME, Worth
-from remat_kit._planner.simulate import closure, plain_keeps
+from remat_kit._planner.costs.graph import CostGraph
+from remat_kit._planner.costs.simulate import closure, plain_keeps
+from remat_kit._planner.schedules.mincut import TIME, Worth
 from remat_kit._policy.schedule import Segment
 
 # Maximum number of blocks of a region that contains no other region.

@@ -12,7 +12,7 @@ between the equations. The backward pass reads the results of both ``tanh``, ten
 
 >>> import jax, jax.numpy as jnp
 >>> from remat_kit._chip.target import target
->>> from remat_kit._planner.build import trace
+>>> from remat_kit._planner.costs.build import trace
 >>> w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, 256), (1024, 256)))
 >>> graph = trace(lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w)), (w, x), target("h100"))
 >>> [e.primitive for e in graph.equations]

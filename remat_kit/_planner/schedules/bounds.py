@@ -14,7 +14,7 @@ extra time, as a share of the forward pass:
 
 >>> import jax, jax.numpy as jnp
 >>> from remat_kit._chip.target import target
->>> from remat_kit._planner.build import trace
+>>> from remat_kit._planner.costs.build import trace
 >>> def tower(weights, x):
 ...     for w in weights:
 ...         x = jnp.tanh(x @ w)
@@ -37,8 +37,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from remat_kit._planner.graph import CostGraph, Equation, Loop
-from remat_kit._planner.mincut import TIME, Cutter
+from remat_kit._planner.costs.graph import CostGraph, Equation, Loop
+from remat_kit._planner.schedules.mincut import TIME, Cutter
 
 # -- what is minimised ----------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ def bounds(graph: CostGraph) -> Bounds:
 
     >>> import jax, jax.numpy as jnp
     >>> from remat_kit._chip.target import target
-    >>> from remat_kit._planner.build import trace
+    >>> from remat_kit._planner.costs.build import trace
     >>> x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     >>> graph = trace(lambda x: jnp.sum(jnp.tanh(jnp.tanh(x @ x) @ x)), (x,), target("cpu"))
     >>> found = bounds(graph)

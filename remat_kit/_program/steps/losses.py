@@ -40,13 +40,13 @@ from remat_kit._frameworks import flax as _flax
 from remat_kit._program import communication as _communication
 from remat_kit._program import paths as _paths
 from remat_kit._program import sharding as _sharding
-from remat_kit._program import taken as _taken
-from remat_kit._program import traced as _traced
 from remat_kit._program.flow import Numbering
-from remat_kit._program.gradient import Argnums, Gradient, abstract, trace_gradient
 from remat_kit._program.paths import Path
 from remat_kit._program.program import Program, bodies, without_region_boundaries
-from remat_kit._program.traced import CompilableProgram
+from remat_kit._program.steps import taken as _taken
+from remat_kit._program.steps import traced as _traced
+from remat_kit._program.steps.gradient import Argnums, Gradient, abstract, trace_gradient
+from remat_kit._program.steps.traced import CompilableProgram
 
 # -- one loss -------------------------------------------------------------------------------------
 
