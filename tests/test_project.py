@@ -96,6 +96,21 @@ def test_public_names_are_documented(name):
         assert "Args:" in text or len(inspect.signature(value).parameters) <= 2
 
 
+# What a docstring names as the source of a term, a behavior or an interface.
+SOURCE = re.compile(
+    r"jax\.|JAX|flax|`nnx?\.|XLA|optax|PyTorch|torch|Megatron|MaxText|AXLearn|MindSpore|Paddle"
+    r"|Python's|pytest|NumPy|Ruff|[12][09]\d\d"
+)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_public_names_have_a_source(name):
+    """A paper or another interface; errors and warnings are our own."""
+    value = PUBLIC[name]
+    is_error = inspect.isclass(value) and issubclass(value, (Exception, Warning))
+    assert is_error or SOURCE.search(inspect.getdoc(value) or ""), name
+
+
 def test_every_public_function_says_what_it_raises_or_cannot():
     for name, value in PUBLIC.items():
         if inspect.isfunction(value) and "raise " in inspect.getsource(value):

@@ -88,7 +88,7 @@ REUSES_RESULTS = Fact(
     "reuses_results",
     "A temporary array may lie in the memory of a result that is not yet computed, so reserved "
     "memory does not always add to the peak.",
-    {"cpu": RELEASES, "cuda": _UNSEEN},
+    {"cpu": RELEASES, "cuda": _NEW},
 )
 
 OVERWRITES_THROUGH_VIEWS = Fact(

@@ -118,7 +118,8 @@ def _largest_then_fastest(cell: Cell) -> tuple[float, ...]:
 class Fit(Shown):
     """A table of chips, policies and batch sizes: what fits, and how much memory is left.
 
-    `fit` returns it. ``fit[target, policy, batch]`` is one `Cell`.
+    `fit` returns it. ``fit[target, policy, batch]`` is one `Cell`, whose memory is that of
+    `jax.stages.Compiled.memory_analysis`.
 
     >>> Fit((), complete=False, model="gpt:build").notes
     ('interrupted: some are missing',)

@@ -53,7 +53,8 @@ class Diagnosis(Shown):
     """The memory of a training step on one chip, and what can be done about it.
 
     `doctor` returns it and has an example. ``print(diagnosis)`` shows the headline and the tables,
-    and `to_json` the same as plain values.
+    and `to_json` the same as plain values. The memory is that of
+    `jax.stages.Compiled.memory_analysis`.
 
     Attributes:
         step: its name and its source.

@@ -44,7 +44,8 @@ WHOLE = 0.9  # fraction of the loss's FLOPs
 class Lint:
     """Something that costs memory or time without a benefit, and what to do about it.
 
-    `Report.lints` holds them.
+    `Report.lints` holds them. A code stands for one kind of fault, as in a linter for source code
+    such as Ruff.
 
     >>> lint = Lint("no-effect", "the region saves everything", "remat_kit.policy('nothing')")
     >>> print(lint)
