@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-# Releases of JAX, oldest first, for which the probes have been compiled; for CUDA only the newest.
+# Releases of JAX, oldest first, for which the probes have been compiled.
 RELEASES = ("0.10.2", "0.12.0.1")
 
 
@@ -88,14 +88,14 @@ REUSES_RESULTS = Fact(
     "reuses_results",
     "A temporary array may lie in the memory of a result that is not yet computed, so reserved "
     "memory does not always add to the peak.",
-    {"cpu": RELEASES, "cuda": _NEW},
+    {"cpu": RELEASES, "cuda": RELEASES},
 )
 
 OVERWRITES_THROUGH_VIEWS = Fact(
     "overwrites_through_views",
     "A fused operation writes its result over an operand that it reads through a bitcast, so that "
     "the two are never live together.",
-    {"cuda": _NEW, "tpu": RELEASES},
+    {"cuda": RELEASES, "tpu": RELEASES},
 )
 
 RECOMPUTES_REGIONS_EARLY = Fact(
@@ -109,7 +109,7 @@ SUMS_GRADIENTS_APART = Fact(
     "sums_gradients_apart",
     "The gradients that a partitioned loss returns are added up over the devices in temporaries, "
     "which are live together at the end, beside the memory of the results.",
-    {"cpu": RELEASES, "cuda": _NEW},
+    {"cpu": RELEASES, "cuda": RELEASES},
 )
 
 MAKES_ZEROS_FIRST = Fact(
@@ -125,7 +125,7 @@ SCATTERS_WINDOW_GRADIENTS = Fact(
     "scatters_window_gradients",
     "The derivative of a maximum over windows scatters into zeros that are allocated at the "
     "beginning of the program, so we compute it from zeros that depend on the cotangent.",
-    {"cpu": RELEASES, "cuda": _NEW},  # on CPUs, `INDEXES_WINDOWS` has the better rewrite
+    {"cpu": RELEASES, "cuda": RELEASES},  # on CPUs, `INDEXES_WINDOWS` has the better rewrite
 )
 
 INDEXES_WINDOWS = Fact(
@@ -139,7 +139,7 @@ READS_THE_INPUT_OF_RELU = Fact(
     "reads_the_input_of_relu",
     "The derivative of `jax.nn.relu` saves its input although a later region saves its output, so "
     "we compute the derivative from the output.",
-    {"cpu": _NEW, "cuda": _NEW, "tpu": RELEASES},
+    {"cpu": _NEW, "cuda": RELEASES, "tpu": RELEASES},
 )
 
 COPIES_CONVOLUTION_INPUTS_EARLY = Fact(
@@ -160,7 +160,7 @@ FUSES_SUMS_INTO_READERS = Fact(
     "fuses_sums_into_readers",
     "A sum of many arrays is computed again in each block that reads it, so that all its terms "
     "stay live; we put a barrier before each region.",
-    {"cpu": _NEW, "cuda": _UNSEEN, "tpu": _UNSEEN},
+    {"cpu": _NEW, "cuda": _NEW, "tpu": _UNSEEN},
 )
 
 COMPUTES_RESULTS_AGAIN = Fact(
@@ -183,14 +183,14 @@ KEEPS_THE_MARK_OF_RECOMPUTES = Fact(
     "keeps_the_mark_of_recomputes",
     "The metadata of a recomputed instruction contain `rematted_computation`, by which the "
     "inspector counts recomputes in the compiled program.",
-    {"cpu": RELEASES, "cuda": _NEW, "tpu": RELEASES},
+    {"cpu": RELEASES, "cuda": RELEASES, "tpu": RELEASES},
 )
 
 STATES_TRIP_COUNTS = Fact(
     "states_trip_counts",
     "A compiled loop states the number of its iterations; where it does not, we read the number "
     "from the condition of the loop.",
-    {"cpu": RELEASES, "cuda": _NEW},
+    {"cpu": RELEASES, "cuda": RELEASES},
 )
 
 ESTIMATES_CYCLES = Fact(

@@ -320,8 +320,17 @@ def delays_kernel_gradients(platform):
 
 
 def fuses_sums_into_readers(platform):
-    """A residual stream runs through twelve blocks, of which three at a time are a region."""
+    """A residual stream runs through blocks, and the sum of each block is read by later ones.
 
+    For CPUs, the blocks are products, and three of them at a time are a region. For GPUs, they are
+    three convolutions, and regions are nested.
+    """
+    without = run_schedule, "materialized", lambda values, stacked: {}
+    make, args = (_nested_convolutions if platform == "cuda" else _regions_of_three)()
+    return compared(make, args, platform, without)
+
+
+def _regions_of_three():
     def stack(ws, x):
         for w in ws:
             h = x @ w
@@ -329,13 +338,40 @@ def fuses_sums_into_readers(platform):
         return jnp.sum(x)
 
     def lines(names):
-        ends = [i + 1 for i, name in enumerate(names) if name == "custom_jvp_call"]
-        bounds = dict.fromkeys([0, *ends[2::3], len(names)])
+        bounds = dict.fromkeys([0, *_relus(names)[2::3], len(names)])
         return [f"{lo}:{hi}" for lo, hi in itertools.pairwise(bounds)]
 
     args = [struct(128, 128)] * 12, struct(262144, 128)
-    without = run_schedule, "materialized", lambda values, stacked: {}
-    return compared(planned(stack, args, lines), args, platform, without)
+    return planned(stack, args, lines), args
+
+
+def _nested_convolutions():
+    def normalized(h):
+        centered = h - h.mean((0, 1, 2), keepdims=True)
+        variance = jnp.square(centered).mean((0, 1, 2), keepdims=True)
+        return centered * jax.lax.rsqrt(variance + 1e-5)
+
+    def stack(blocks, x):
+        for narrow, square, wide in blocks:
+            h = jax.nn.relu(normalized(convolution(x, narrow)))
+            h = jax.nn.relu(normalized(convolution(h, square)))
+            x = jax.nn.relu(normalized(convolution(h, wide)) + x)
+        return jnp.sum(x)
+
+    def lines(names):
+        a, b, _, c, *_, end = _relus(names)[2::3]
+        inner = f"0:{b} around (0:{a}; {a}:{b} plain)"
+        middle = f"0:{c} around ({inner}; {b}:{c} plain)"
+        return [f"0:{end} around ({middle}; {c}:{end} plain)", f"{end}:{len(names)} plain"]
+
+    block = [struct(1, 1, 64, 64), struct(3, 3, 64, 64), struct(1, 1, 64, 64)]
+    args = [block] * 6, struct(64, 32, 32, 64)
+    return planned(stack, args, lines), args
+
+
+def _relus(names):
+    """Return the number of the equation behind each `jax.nn.relu`."""
+    return [i + 1 for i, name in enumerate(names) if name == "custom_jvp_call"]
 
 
 def computes_results_again(platform):
