@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 
 # `REMAT_KIT_TEST_PLATFORMS=cuda,cpu pytest tests/contract/test_gpu.py` runs on a GPU.
@@ -42,6 +43,18 @@ import same_examples  # noqa: E402, F401
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Tracing makes many objects that stay and few cycles; to look for those takes 5 % of a run.
 gc.set_threshold(50_000, 20, 100)
+
+
+def pytest_sessionfinish():
+    """Write down the measured coverage, if any, before pytest-xdist ends its workers.
+
+    It waits a few seconds for them, and the exit of a process with gigabytes may take longer.
+    """
+    coverage = sys.modules.get("coverage")
+    measured = coverage.Coverage.current() if coverage else None
+    if measured and os.environ.get("PYTEST_XDIST_WORKER"):
+        measured.stop()
+        measured.save()
 
 
 @pytest.fixture(params=[False, True], ids=["remat2", "remat3"])
