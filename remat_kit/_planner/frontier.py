@@ -54,7 +54,7 @@ from remat_kit._frameworks import flax as _flax
 from remat_kit._planner.costs import simulate as _simulate
 from remat_kit._planner.costs.graph import CostGraph
 from remat_kit._planner.costs.simulate import Simulated
-from remat_kit._planner.point import Point
+from remat_kit._planner.point import Least, Point, bounded, with_more
 from remat_kit._planner.schedules import bounds as _bounds
 from remat_kit._planner.schedules import mincut as _mincut
 from remat_kit._planner.schedules import pieces as _pieces
@@ -379,7 +379,7 @@ def frontier_of(
         )
         found = _within_host(graph, found, chip, call) if offload else found
         tick("computing lower bounds")
-        bounds = _bounds.bounds(graph)
+        bounds = _bounds.bounds(graph, worth)
 
     def point(schedule: Schedule[int]) -> Point:
         cost = _simulate.simulate(graph, schedule)
@@ -459,7 +459,7 @@ def _with_pieces(
     room = chip.host_memory_bytes or math.inf
     prices = list[tuple[_pieces.Variant, Callable[[_proposals.Candidate], Point]]]()
     for variant in _pieces.explored(graph, chip, worth, host_bandwidth, room, tick):
-        bounds = _bounds.bounds(variant.graph)
+        bounds = _bounds.bounds(variant.graph, worth)
         priced = functools.partial(_priced, variant, graph, bounds, worth=worth, around=around)
         prices.append((variant, priced))
         for p in map(priced, _proposals.pareto(variant.candidates, worth)):
@@ -489,11 +489,7 @@ def _priced(
     point = _point(variant.graph, candidate.schedule, candidate.cost, bounds, worth, around)
     flops, seconds = (times * x for x in variant.extra(graph))
     return dataclasses.replace(
-        point,
-        extra_flops=point.extra_flops + flops,
-        extra_seconds=point.extra_seconds + seconds,
-        extra_work=point.extra_work + worth.of(seconds, flops),
-        bound_extra_seconds=point.bound_extra_seconds + seconds,
+        with_more(point, flops, seconds, worth.of(seconds, flops)),
         forward_flops=times * graph.forward_flops,
         gap=point.gap * _share(variant.graph.forward_seconds, graph.forward_seconds),
         graph=variant.graph,
@@ -540,20 +536,29 @@ def _point(
     worth: _mincut.Worth,
     around: Surroundings,
 ) -> Point:
-    bound = min(bounds.seconds(cost.peak_bytes + cost.host_bytes), cost.extra_seconds)
-    times = around.times
-    return Point(
+    times, work = around.times, around.times * worth.extra(cost)
+    least = Least(bounds, around.given, times)
+    point = Point(
         predicted_peak_bytes=max(around.least, around.given + max(around.made, cost.peak_bytes)),
         saved_bytes=cost.saved_bytes,
         host_bytes=cost.host_bytes,
         extra_seconds=times * cost.extra_seconds,
         extra_flops=times * cost.extra_flops,
-        extra_work=times * worth.extra(cost),
+        extra_work=work,
         forward_flops=times * graph.forward_flops,
-        bound_extra_seconds=times * bound,
-        gap=_share(cost.extra_seconds - bound, graph.forward_seconds),
+        bound_extra_seconds=0.0,
+        bound_extra_work=0.0,
+        gap=0.0,
         schedule=schedule,
         cost=cost,
+        least=least,
+    )
+    seconds, bound = bounded(point, point.predicted_peak_bytes)
+    return dataclasses.replace(
+        point,
+        bound_extra_seconds=seconds,
+        bound_extra_work=bound,
+        gap=_share(work - bound, times * graph.forward_seconds),
     )
 
 
@@ -656,12 +661,8 @@ def estimate(
         schedule += (Segment(marks[-1], n, plain=True),)
     cost = _simulate.simulate(graph, schedule)
     point = _point(graph, schedule, cost, _bounds.bounds(graph), _mincut.TIME, around)
-    return dataclasses.replace(
-        point,
-        extra_flops=point.extra_flops + around.times * graph.again_flops,
-        extra_seconds=point.extra_seconds + around.times * graph.again_seconds,
-        extra_work=point.extra_work + around.times * graph.again_seconds,
-    )
+    seconds = around.times * graph.again_seconds
+    return with_more(point, around.times * graph.again_flops, seconds, seconds)
 
 
 def _knows(graph: CostGraph, text: str) -> bool:
