@@ -1,7 +1,7 @@
 """Which checkpoint schedules trade memory for time best, and how close are they to the optimum?
 
 `frontier` traces a loss and returns its best schedules, from the lowest peak memory to no recompute
-at all. Each one comes with a lower bound on the extra time of any schedule with its peak. Nothing
+at all. Each one comes with a lower bound on the extra work of any schedule with its peak. Nothing
 is compiled: peaks and times come from the simulation. `estimate` applies the same simulation to
 checkpoints that the user chose, by hand or for example by Feng and Huang, "Optimal gradient
 checkpoint search for arbitrary computation graphs", CVPR 2021.
@@ -182,14 +182,23 @@ class Frontier:
             "on the host": [format_bytes(p.host_bytes) for p in shown],
             "extra FLOPs": [f"+{100 * p.extra_flops_fraction:.1f} %" for p in shown],
             "extra time": [self._part(p.extra_seconds) for p in shown],
-            "bound": [self._part(p.bound_extra_seconds) for p in shown],
+            "extra work": [self._part(p.extra_work) for p in shown],
         }
         if not any(p.host_bytes for p in self.points):
             del columns["on the host"]
+        # The bound stands beside what it bounds.
+        flops = {"forward_flops": self.plain.forward_flops}
+        name = _figures.extra_name({"objective": self.objective, "points": [flops]})
+        if name != "extra work":
+            del columns["extra work"]
+        columns[name] = columns.pop(name)
+        columns["bound"] = [self._part(p.bound_extra_work) for p in shown]
         if full:
             columns["recomputed"] = [format_flops(p.extra_flops) for p in shown]
             columns["segments"] = [str(len(p.schedule)) for p in shown]
         title = f"{self.target}: predicted peak, and extra work as a share of the forward pass"
+        if name == "extra work":
+            title += f"; {_figures.WORK}"
         return Table(title, tuple(columns), tuple(zip(*columns.values(), strict=True)))
 
     def _part(self, seconds: float) -> str:
@@ -199,7 +208,7 @@ class Frontier:
         return str(self.table())
 
     def to_png(self, path: str | pathlib.Path) -> None:
-        """Draw memory against time: the points, the presets and the bound.
+        """Draw memory against what is minimized: the points, the presets and the bound.
 
         This needs matplotlib, which the extra ``plot`` installs.
 
@@ -288,8 +297,8 @@ def frontier(
         args: pytrees of arrays or of `jax.ShapeDtypeStruct`.
         target: the chip whose rates turn operations and bytes into seconds.
         argnums: the positions of the arguments to differentiate.
-        objective: the extra work to minimize. ``"time"`` is the roofline time on the chip, which
-            the lower bound uses too. ``"flops"`` is the number of floating-point operations.
+        objective: the extra work to minimize, which has a lower bound of its own. ``"time"`` is the
+            roofline time on the chip. ``"flops"`` is the number of floating-point operations.
             ``"balanced"`` is three quarters FLOPs and one quarter time, each as a share of the
             forward pass; `plan` uses it by default. A roofline model assumes that matrix units run
             at their peak rate, which they do not. Time alone therefore recomputes too many

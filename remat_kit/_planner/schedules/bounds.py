@@ -85,7 +85,9 @@ class Bounds:
 
 
 def _highest(lines: _Lines, held_bytes: float) -> float:
-    return max((float(v - price * max(0, held_bytes - busy)) for price, v, busy in lines), default=0)
+    return max(
+        (float(v - price * max(0, held_bytes - busy)) for price, v, busy in lines), default=0
+    )
 
 
 def bounds(graph: CostGraph, worth: Worth = TIME) -> Bounds:
