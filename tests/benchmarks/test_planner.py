@@ -117,7 +117,7 @@ def test_products_alone_are_those_of_matrix_products_and_convolutions():
         return jnp.sum(jnp.tanh(x @ ws[0]))
 
     args = struct(6, 64, 64), struct(1, 1, 3, 3), struct(32, 64)
-    graph = trace(loss, args, target("h100"))
+    graph = trace(loss, args, target("h100"), (0, 1))
     products = planner.products_only(graph)
     conv, each = 2 * 9 * 32 * 64, 2 * 32 * 64 * 64
     assert products.forward_flops == conv + 13 * each < graph.forward_flops
