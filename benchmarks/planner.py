@@ -146,6 +146,11 @@ def rendered(report: dict[str, Any]) -> str:
 
 
 SHARES = (0.3, 0.4, 0.5)
+# What a report keeps of their points.
+_KEPT = (
+    *("predicted_peak_bytes", "extra_flops_fraction", "extra_products_fraction"),
+    *("extra_seconds", "extra_work", "bound_extra_work", "gap"),
+)
 
 
 def summarized(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,7 +171,11 @@ def summarized(raw: Mapping[str, Any]) -> dict[str, Any]:
             | {"first_predicted_peak_bytes": first_prediction(points, plan)}
             for plan in row["plans"]
         ]
-        shares = [{"share": share, "point": point_at(row["frontier"], share)} for share in SHARES]
+        shares = []
+        for share in SHARES:
+            point = point_at(row["frontier"], share)
+            kept = point and {key: point[key] for key in _KEPT}
+            shares.append({"share": share, "point": kept})
         rows.append({"model": row["model"], "frontier": front, "shares": shares, "plans": plans})
     return {**raw, "rows": rows}
 

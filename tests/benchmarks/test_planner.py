@@ -17,9 +17,11 @@ def point(peak, seconds, gap=0.0, work=None):
     return {
         "predicted_peak_bytes": peak * planner.MIB,
         "extra_seconds": seconds,
+        "saved_bytes": 0,
         "extra_work": work if work is not None else seconds,
         "extra_flops_fraction": seconds,
         "extra_products_fraction": seconds / 2,
+        "bound_extra_work": 0.0,
         "gap": gap,
     }
 
@@ -86,6 +88,8 @@ def test_shares_have_the_plans_of_the_least_work_for_a_share_of_the_activations(
     shares = planner.summarized(RAW)["rows"][0]["shares"]
     assert [found["share"] for found in shares] == [0.3, 0.4, 0.5]
     assert [found["point"]["gap"] for found in shares] == [0.3, 0.2, 0.1]
+    assert "saved_bytes" in FRONT["points"][0]
+    assert "saved_bytes" not in shares[0]["point"]
     assert planner.point_at(FRONT, 0.1) is None
     slow = point(20, 2.0, work=0.01)  # takes the most time, and has the least work
     assert planner.point_at({**FRONT, "points": [slow, *FRONT["points"]]}, 0.5) == slow
