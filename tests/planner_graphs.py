@@ -6,6 +6,7 @@ from shapes import struct
 from remat_kit._chip.target import target
 from remat_kit._planner.costs import build as _build
 from remat_kit._planner.costs import simulate as _simulate
+from remat_kit._planner.schedules.mincut import TIME
 
 CHIP = target("cpu")
 
@@ -14,9 +15,10 @@ def traced(fn, *args):
     return _build.trace(fn, args, CHIP)
 
 
-def work(graph, keep):
+def work(graph, keep, worth=TIME):
     again = _simulate.closure(graph, graph.residuals, keep, 0, len(graph.equations)).again
-    return sum(graph.equations[i].seconds for i in again)
+    amounts = worth.equations(graph)
+    return sum(amounts[i] for i in again)
 
 
 def size(graph, tensors):

@@ -1,7 +1,7 @@
 """Which checkpoint schedules trade memory for time best, and how close are they to the optimum?
 
 `frontier` traces a loss and returns its best schedules, from the lowest peak memory to no recompute
-at all. Each one comes with a lower bound on the extra time of any schedule with its peak. Nothing
+at all. Each one comes with a lower bound on the extra work of any schedule with its peak. Nothing
 is compiled: peaks and times come from the simulation. `estimate` applies the same simulation to
 checkpoints that the user chose, by hand or for example by Feng and Huang, "Optimal gradient
 checkpoint search for arbitrary computation graphs", CVPR 2021.
@@ -54,7 +54,7 @@ from remat_kit._frameworks import flax as _flax
 from remat_kit._planner.costs import simulate as _simulate
 from remat_kit._planner.costs.graph import CostGraph
 from remat_kit._planner.costs.simulate import Simulated
-from remat_kit._planner.point import Point
+from remat_kit._planner.point import Least, Point, bounded, with_more
 from remat_kit._planner.schedules import bounds as _bounds
 from remat_kit._planner.schedules import mincut as _mincut
 from remat_kit._planner.schedules import pieces as _pieces
@@ -182,14 +182,23 @@ class Frontier:
             "on the host": [format_bytes(p.host_bytes) for p in shown],
             "extra FLOPs": [f"+{100 * p.extra_flops_fraction:.1f} %" for p in shown],
             "extra time": [self._part(p.extra_seconds) for p in shown],
-            "bound": [self._part(p.bound_extra_seconds) for p in shown],
+            "extra work": [self._part(p.extra_work) for p in shown],
         }
         if not any(p.host_bytes for p in self.points):
             del columns["on the host"]
+        # The bound stands beside what it bounds.
+        flops = {"forward_flops": self.plain.forward_flops}
+        name = _figures.extra_name({"objective": self.objective, "points": [flops]})
+        if name != "extra work":
+            del columns["extra work"]
+        columns[name] = columns.pop(name)
+        columns["bound"] = [self._part(p.bound_extra_work) for p in shown]
         if full:
             columns["recomputed"] = [format_flops(p.extra_flops) for p in shown]
             columns["segments"] = [str(len(p.schedule)) for p in shown]
         title = f"{self.target}: predicted peak, and extra work as a share of the forward pass"
+        if name == "extra work":
+            title += f"; {_figures.WORK}"
         return Table(title, tuple(columns), tuple(zip(*columns.values(), strict=True)))
 
     def _part(self, seconds: float) -> str:
@@ -199,7 +208,7 @@ class Frontier:
         return str(self.table())
 
     def to_png(self, path: str | pathlib.Path) -> None:
-        """Draw memory against time: the points, the presets and the bound.
+        """Draw memory against what is minimized: the points, the presets and the bound.
 
         This needs matplotlib, which the extra ``plot`` installs.
 
@@ -288,8 +297,8 @@ def frontier(
         args: pytrees of arrays or of `jax.ShapeDtypeStruct`.
         target: the chip whose rates turn operations and bytes into seconds.
         argnums: the positions of the arguments to differentiate.
-        objective: the extra work to minimize. ``"time"`` is the roofline time on the chip, which
-            the lower bound uses too. ``"flops"`` is the number of floating-point operations.
+        objective: the extra work to minimize, which has a lower bound of its own. ``"time"`` is the
+            roofline time on the chip. ``"flops"`` is the number of floating-point operations.
             ``"balanced"`` is three quarters FLOPs and one quarter time, each as a share of the
             forward pass; `plan` uses it by default. A roofline model assumes that matrix units run
             at their peak rate, which they do not. Time alone therefore recomputes too many
@@ -379,7 +388,7 @@ def frontier_of(
         )
         found = _within_host(graph, found, chip, call) if offload else found
         tick("computing lower bounds")
-        bounds = _bounds.bounds(graph)
+        bounds = _bounds.bounds(graph, worth)
 
     def point(schedule: Schedule[int]) -> Point:
         cost = _simulate.simulate(graph, schedule)
@@ -459,7 +468,7 @@ def _with_pieces(
     room = chip.host_memory_bytes or math.inf
     prices = list[tuple[_pieces.Variant, Callable[[_proposals.Candidate], Point]]]()
     for variant in _pieces.explored(graph, chip, worth, host_bandwidth, room, tick):
-        bounds = _bounds.bounds(variant.graph)
+        bounds = _bounds.bounds(variant.graph, worth)
         priced = functools.partial(_priced, variant, graph, bounds, worth=worth, around=around)
         prices.append((variant, priced))
         for p in map(priced, _proposals.pareto(variant.candidates, worth)):
@@ -489,11 +498,7 @@ def _priced(
     point = _point(variant.graph, candidate.schedule, candidate.cost, bounds, worth, around)
     flops, seconds = (times * x for x in variant.extra(graph))
     return dataclasses.replace(
-        point,
-        extra_flops=point.extra_flops + flops,
-        extra_seconds=point.extra_seconds + seconds,
-        extra_work=point.extra_work + worth.of(seconds, flops),
-        bound_extra_seconds=point.bound_extra_seconds + seconds,
+        with_more(point, flops, seconds, worth.of(seconds, flops)),
         forward_flops=times * graph.forward_flops,
         gap=point.gap * _share(variant.graph.forward_seconds, graph.forward_seconds),
         graph=variant.graph,
@@ -540,20 +545,29 @@ def _point(
     worth: _mincut.Worth,
     around: Surroundings,
 ) -> Point:
-    bound = min(bounds.seconds(cost.peak_bytes + cost.host_bytes), cost.extra_seconds)
-    times = around.times
-    return Point(
+    times, work = around.times, around.times * worth.extra(cost)
+    least = Least(bounds, around.given, times)
+    point = Point(
         predicted_peak_bytes=max(around.least, around.given + max(around.made, cost.peak_bytes)),
         saved_bytes=cost.saved_bytes,
         host_bytes=cost.host_bytes,
         extra_seconds=times * cost.extra_seconds,
         extra_flops=times * cost.extra_flops,
-        extra_work=times * worth.extra(cost),
+        extra_work=work,
         forward_flops=times * graph.forward_flops,
-        bound_extra_seconds=times * bound,
-        gap=_share(cost.extra_seconds - bound, graph.forward_seconds),
+        bound_extra_seconds=0.0,
+        bound_extra_work=0.0,
+        gap=0.0,
         schedule=schedule,
         cost=cost,
+        least=least,
+    )
+    seconds, bound = bounded(point, point.predicted_peak_bytes)
+    return dataclasses.replace(
+        point,
+        bound_extra_seconds=seconds,
+        bound_extra_work=bound,
+        gap=_share(work - bound, times * graph.forward_seconds),
     )
 
 
@@ -656,12 +670,8 @@ def estimate(
         schedule += (Segment(marks[-1], n, plain=True),)
     cost = _simulate.simulate(graph, schedule)
     point = _point(graph, schedule, cost, _bounds.bounds(graph), _mincut.TIME, around)
-    return dataclasses.replace(
-        point,
-        extra_flops=point.extra_flops + around.times * graph.again_flops,
-        extra_seconds=point.extra_seconds + around.times * graph.again_seconds,
-        extra_work=point.extra_work + around.times * graph.again_seconds,
-    )
+    seconds = around.times * graph.again_seconds
+    return with_more(point, around.times * graph.again_flops, seconds, seconds)
 
 
 def _knows(graph: CostGraph, text: str) -> bool:

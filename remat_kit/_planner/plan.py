@@ -88,6 +88,7 @@ class Plan(Planned):
 
     Attributes:
         target: the chip for which the step was compiled.
+        objective: the extra work that was minimized: ``"balanced"``, ``"time"`` or ``"flops"``.
         budget_bytes: the budget in bytes on the device; None for ``"min"`` and ``"free"``.
         predicted_peak_bytes: the peak that was predicted before this program was compiled.
         compiled: the memory of the compiled step under this plan.
@@ -104,6 +105,7 @@ class Plan(Planned):
     """
 
     target: str = dataclasses.field(default="", compare=False)
+    objective: str = dataclasses.field(default="", compare=False)
     budget_bytes: int | None = dataclasses.field(default=None, compare=False)
     predicted_peak_bytes: int = dataclasses.field(default=0, compare=False)
     compiled: Memory | None = dataclasses.field(default=None, compare=False)
@@ -151,8 +153,11 @@ class Plan(Planned):
             "compiled_temp_bytes": temporaries(self.compiled) if self.compiled else None,
             "baseline_temp_bytes": temporaries(self.baseline) if self.baseline else None,
             "extra_flops_fraction": self.point.extra_flops_fraction if self.point else None,
+            "objective": self.objective,
             "extra_seconds": self.point.extra_seconds if self.point else None,
+            "extra_work": self.point.extra_work if self.point else None,
             "bound_extra_seconds": self.point.bound_extra_seconds if self.point else None,
+            "bound_extra_work": self.point.bound_extra_work if self.point else None,
             "gap": self.point.gap if self.point else None,
             "step_seconds": self.step_seconds,
             "peak_phase": self.peak_phase,
@@ -410,6 +415,7 @@ def answered(search: Search, answer: Answer) -> Plan:
         lines=policy.lines,
         step=policy.step,
         target=search.chip.name,
+        objective=front.objective,
         budget_bytes=answer.limit,
         predicted_peak_bytes=answer.predicted,
         compiled=memory,

@@ -41,7 +41,7 @@ from remat_kit._planner.frontier import (
     frontier_of,
     sizes_of,
 )
-from remat_kit._planner.point import Point
+from remat_kit._planner.point import Point, bounded
 from remat_kit._program.steps.gradient import (
     Argnums,
 )
@@ -217,18 +217,25 @@ def _is_of_a_loss(instruction: Instruction) -> bool:
 
 def together(main: Frontier, others: Sequence[Frontier]) -> Frontier:
     """Return one frontier for a step with several losses."""
+    forward = main.forward_seconds + sum(f.forward_seconds for f in others)
 
     def joined(point: Point) -> Point:
         chosen = [_at_most(front, point.predicted_peak_bytes) for front in others]
         every = [point, *chosen]
+        peak = max(p.predicted_peak_bytes for p in every)
+        # A loss whose own peak is lower may use as much memory as the others.
+        seconds, work = zip(*(bounded(p, peak) for p in every), strict=True)
+        extra_work = sum(p.extra_work for p in every)
         return dataclasses.replace(
             point,
-            predicted_peak_bytes=max(p.predicted_peak_bytes for p in every),
+            predicted_peak_bytes=peak,
             extra_seconds=sum(p.extra_seconds for p in every),
             extra_flops=sum(p.extra_flops for p in every),
-            extra_work=sum(p.extra_work for p in every),
+            extra_work=extra_work,
             forward_flops=sum(p.forward_flops for p in every),
-            bound_extra_seconds=sum(p.bound_extra_seconds for p in every),
+            bound_extra_seconds=sum(seconds),
+            bound_extra_work=sum(work),
+            gap=(extra_work - sum(work)) / forward if forward else 0.0,
             others=tuple(chosen),
         )
 
@@ -248,7 +255,7 @@ def together(main: Frontier, others: Sequence[Frontier]) -> Frontier:
         plain=plain(),
         presets=(),
         equations=main.equations + sum(f.equations for f in others),
-        forward_seconds=main.forward_seconds + sum(f.forward_seconds for f in others),
+        forward_seconds=forward,
         backward_seconds=main.backward_seconds + sum(f.backward_seconds for f in others),
         others=tuple(others),
     )

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from remat_kit._show.figures import WORK, extra_name
 from remat_kit._show.page import asset, colors, framed
 from remat_kit._units import format_bytes, format_flops, format_percent, format_seconds
 
@@ -38,22 +39,22 @@ def frontier_page(plain: Mapping[str, Any], command: str = "", plan_command: str
         plan_command: a command that makes a plan of the same program, without its budget and its
             target; by default the Python call.
     """
-    forward = plain["forward_seconds"] or 1.0
     points = plain["points"]
     details = [_details(p, p["predicted_peak_bytes"], plain, plan_command) for p in points]
     details += [
         {**_details(p, None, plain, plan_command), "title": f"the preset {p['name']}, predicted"}
         for p in plain["presets"]
     ]
-    chart = _Chart(plain)
+    chart, name = _Chart(plain), extra_name(plain)
+    measure = name.removeprefix("extra ")
     about = "predicted by the planner; remat_kit.plan compiles the schedules that it returns"
     legend = (
         _key("var(--forward)", "schedules"),
         _key("var(--recompute)", "presets, predicted"),
-        '<span><span class="stroke"></span>lower bound of the time with this peak</span>',
+        f'<span><span class="stroke"></span>lower bound of the {measure} with this peak</span>',
     )
     body = _section(
-        "Memory against time",
+        f"Memory against {measure}",
         about,
         f'<div class="plot chart">{chart.svg()}</div>'
         f'<div class="legend">{"".join(legend)}</div>'
@@ -65,21 +66,20 @@ def frontier_page(plain: Mapping[str, Any], command: str = "", plan_command: str
             format_bytes(p["predicted_peak_bytes"]),
             format_bytes(p["saved_bytes"]),
             format_bytes(p["host_bytes"]),
-            f"+{format_percent(p['extra_seconds'] / forward)}",
-            f"+{format_percent(p['bound_extra_seconds'] / forward)}",
-            f"+{format_percent(p['extra_flops_fraction'])}",
+            *(text for _, text in _extra(p, plain)),
         )
         for p in points[:_MOST_ROWS]
     ]
-    columns = ["predicted peak", "saved", "on the host", "extra time", "lower bound", "extra FLOPs"]
+    columns = ["predicted peak", "saved", "on the host", *_EXTRA[name]]
     if not any(p["host_bytes"] for p in points):
         columns.pop(2)
         rows = [(*row[:2], *row[3:]) for row in rows]
     left = f"; the first {_MOST_ROWS} of {len(points)}" if len(points) > _MOST_ROWS else ""
-    what = "extra work as a share of the forward pass" + left
+    what = "extra work as a share of the forward pass"
+    what += (f"; {WORK}" if name == "extra work" else "") + left
     body += _section("Schedules", what, _table(columns, rows))
     return _document(
-        f"memory against time on {plain['target']}",
+        f"memory against {measure} on {plain['target']}",
         plain.get("headline", ""),
         command,
         body,
@@ -91,13 +91,10 @@ def _details(
     point: Mapping[str, Any], budget: int | None, plain: Mapping[str, Any], plan_command: str
 ) -> dict[str, Any]:
     """Return what the page says about a point: its figures, and the command that makes a plan."""
-    forward = plain["forward_seconds"] or 1.0
     lines = [
         ("saved", format_bytes(point["saved_bytes"])),
         ("on the host", format_bytes(point["host_bytes"]) if point["host_bytes"] else ""),
-        ("extra time", f"+{format_percent(point['extra_seconds'] / forward)} of the forward pass"),
-        ("lower bound", f"+{format_percent(point['bound_extra_seconds'] / forward)}"),
-        ("extra FLOPs", f"+{format_percent(point['extra_flops_fraction'])}"),
+        *((name, f"{text} of the forward pass") for name, text in _extra(point, plain)),
     ]
     made = ""
     if budget is not None:
@@ -112,6 +109,26 @@ def _details(
     }
 
 
+# The columns of extra work, by what the schedules minimize. The bound follows what it bounds.
+_EXTRA = {
+    "extra time": ("extra time", "lower bound", "extra FLOPs"),
+    "extra FLOPs": ("extra FLOPs", "lower bound", "extra time"),
+    "extra work": ("extra work", "lower bound", "extra time", "extra FLOPs"),
+}
+
+
+def _extra(point: Mapping[str, Any], plain: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the columns of a point's extra work, as shares of the forward pass."""
+    forward = plain["forward_seconds"] or 1.0
+    shares = {
+        "extra time": point["extra_seconds"] / forward,
+        "extra FLOPs": point["extra_flops_fraction"],
+        "extra work": point["extra_work"] / forward,
+        "lower bound": point["bound_extra_work"] / forward,
+    }
+    return [(name, f"+{format_percent(shares[name])}") for name in _EXTRA[extra_name(plain)]]
+
+
 def _rounded_up(size: int) -> str:
     """Return a budget that is at least a size, with a unit.
 
@@ -123,11 +140,12 @@ def _rounded_up(size: int) -> str:
 
 
 class _Chart:
-    """The picture of memory against time."""
+    """The picture of memory against extra work."""
 
     def __init__(self, plain: Mapping[str, Any]):
         self.plain = plain
         self.forward = plain["forward_seconds"] or 1.0
+        self.name = extra_name(plain)
         shown = [*plain["points"], *plain["presets"]]
         sizes = [p["predicted_peak_bytes"] for p in shown]
         low, high = min(sizes, default=0), max(sizes, default=1)
@@ -136,7 +154,7 @@ class _Chart:
             low, high = min(low, self.capacity), max(high, self.capacity)
         room = max(high - low, high / 20, 1)
         self.low, self.high = max(0, low - room / 20), high + room / 20
-        highest = max((p["extra_seconds"] for p in shown), default=0.0) / self.forward
+        highest = max((p["extra_work"] for p in shown), default=0.0) / self.forward
         self.top = max(highest * 1.08, 0.01)
 
     def x(self, size: float) -> float:
@@ -147,9 +165,10 @@ class _Chart:
         return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * part
 
     def svg(self) -> str:
-        parts = [*self.axes(), *self.limit(), self.line("bound_extra_seconds", "bound")]
-        parts += [self.line("extra_seconds", "schedules"), *self.marks()]
-        label = "memory against time; each schedule can be reached with the Tab key"
+        parts = [*self.axes(), *self.limit(), self.line("bound_extra_work", "bound")]
+        parts += [self.line("extra_work", "schedules"), *self.marks()]
+        what = self.name.removeprefix("extra ")
+        label = f"memory against {what}; each schedule can be reached with the Tab key"
         return (
             f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="group" aria-label="{label}">'
             f"{''.join(parts)}</svg>"
@@ -164,7 +183,7 @@ class _Chart:
         for size in _ticks(self.low, self.high, base=2):
             yield _text(self.x(size), floor + 18, format_bytes(size), "middle")
         yield _text(_WIDTH - _RIGHT, _HEIGHT - 6, "predicted peak on the device", "end")
-        yield _text(_LEFT, 14, "extra time, as a share of the forward pass", "start")
+        yield _text(_LEFT, 14, f"{self.name}, as a share of the forward pass", "start")
 
     def limit(self) -> Iterable[str]:
         """Yield the line of the chip's capacity, or a note if it is far away."""
@@ -190,11 +209,11 @@ class _Chart:
         return f'<path class="{kind}" d="M{"L".join(path)}"/>' if path else ""
 
     def marks(self) -> Iterable[str]:
-        points = self.plain["points"]
+        points, what = self.plain["points"], self.name.removeprefix("extra ")
         for number, p in enumerate([*points, *self.plain["presets"]]):
-            x, y = self.x(p["predicted_peak_bytes"]), self.y(p["extra_seconds"])
+            x, y = self.x(p["predicted_peak_bytes"]), self.y(p["extra_work"])
             size = format_bytes(p["predicted_peak_bytes"])
-            share = format_percent(p["extra_seconds"] / self.forward)
+            share = format_percent(p["extra_work"] / self.forward)
             name = html.escape(p.get("name", "a schedule"))
             shape = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>'
             if "name" in p:
@@ -206,8 +225,8 @@ class _Chart:
             kind = "preset" if "name" in p else "schedule"
             yield (
                 f'<g class="mark-{kind}" tabindex="0" role="button" data-point="{number}" '
-                f'aria-label="{name}, {size}, +{share} time">{shape}'
-                f"<title>{name}: {size}, +{share} time</title></g>"
+                f'aria-label="{name}, {size}, +{share} {what}">{shape}'
+                f"<title>{name}: {size}, +{share} {what}</title></g>"
             )
 
 

@@ -120,8 +120,27 @@ def comparison(
     _finish(figure, axes, path)
 
 
+def extra_name(plain: Mapping[str, Any]) -> str:
+    """Return the name of what the schedules of a frontier minimize.
+
+    >>> points = [{"forward_flops": 2.0}]
+    >>> [extra_name({"objective": o, "points": points}) for o in ("time", "flops", "balanced")]
+    ['extra time', 'extra FLOPs', 'extra work']
+
+    Args:
+        plain: as `Frontier.to_json` returns it.
+    """
+    if not any(p["forward_flops"] for p in plain["points"]):
+        return "extra time"  # there is nothing else to minimize
+    return {"time": "extra time", "flops": "extra FLOPs"}.get(plain["objective"], "extra work")
+
+
+# What "extra work" is.
+WORK = "extra work is three parts FLOPs and one part time"
+
+
 def frontier(plain: Mapping[str, Any], path: Any, *, call: str = "to_png") -> None:
-    """Draw memory against time: the schedules, the presets and the lower bound.
+    """Draw memory against extra work: the schedules, the presets and the lower bound.
 
     Args:
         plain: as `Frontier.to_json` returns it.
@@ -131,19 +150,21 @@ def frontier(plain: Mapping[str, Any], path: Any, *, call: str = "to_png") -> No
     Raises:
         UserError: matplotlib is missing.
     """
-    figure, axes = _axes(f"memory against time on {plain['target']}", call=call)
+    name = extra_name(plain)
+    what = name.removeprefix("extra ")
+    figure, axes = _axes(f"memory against {what} on {plain['target']}", call=call)
     forward = plain["forward_seconds"] or 1.0
     memory = [p["predicted_peak_bytes"] / _MIB for p in plain["points"]]
-    extra = [100 * p["extra_seconds"] / forward for p in plain["points"]]
-    bound = [100 * p["bound_extra_seconds"] / forward for p in plain["points"]]
+    extra = [100 * p["extra_work"] / forward for p in plain["points"]]
+    bound = [100 * p["bound_extra_work"] / forward for p in plain["points"]]
     style = {"drawstyle": "steps-post", "linewidth": 1.4}
     axes.plot(memory, extra, marker="o", markersize=3, color=LINES[1], label="schedules", **style)
     axes.plot(memory, bound, linestyle=(0, (4, 3)), color=LINES[0], label="bound", **style)
     for number, preset in enumerate(plain["presets"]):
-        place = preset["predicted_peak_bytes"] / _MIB, 100 * preset["extra_seconds"] / forward
+        place = preset["predicted_peak_bytes"] / _MIB, 100 * preset["extra_work"] / forward
         axes.plot(*place, "Dsv^"[number % 4], color=LINES[2], label=preset["name"])
     axes.set_xlabel("predicted peak, MiB")
-    _finish(figure, axes, path, ylabel="extra time, % of the forward pass")
+    _finish(figure, axes, path, ylabel=f"{name}, % of the forward pass")
 
 
 def _axes(*title: str, call: str = "to_png") -> tuple[Any, Any]:

@@ -2,15 +2,26 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import planner
 import pytest
+from shapes import struct
+
+from remat_kit._chip.target import target
+from remat_kit._planner.costs.build import trace
+from remat_kit._policy.schedule import LoopPart, Segment
 
 
-def point(peak, seconds, gap=0.0):
+def point(peak, seconds, gap=0.0, work=None):
     return {
         "predicted_peak_bytes": peak * planner.MIB,
         "extra_seconds": seconds,
+        "saved_bytes": 0,
+        "extra_work": work if work is not None else seconds,
         "extra_flops_fraction": seconds,
+        "extra_products_fraction": seconds / 2,
+        "bound_extra_work": 0.0,
         "gap": gap,
     }
 
@@ -25,6 +36,7 @@ def plan(budget, peak):
         "baseline_temp_bytes": 100 * planner.MIB,
         "compiled_temp_bytes": (peak - 10) * planner.MIB,
         "extra_flops_fraction": 0.5,
+        "extra_products_fraction": 0.75,
         "extra_seconds": 0.5,
         "gap": 0.125,
         "policy": "planned(...)",
@@ -71,18 +83,61 @@ def test_the_summary_has_no_points_and_no_policies():
     assert error == RAW["rows"][0]["plans"][1]
 
 
-def test_gaps_are_those_of_the_fastest_plan_for_a_share_of_the_activations():
+def test_shares_have_the_plans_of_the_least_work_for_a_share_of_the_activations():
     # Of the 100 MiB beside the arguments, 0.3, 0.4 and 0.5 leave 40, 50 and 60 MiB in all.
-    assert planner.summarized(RAW)["rows"][0]["frontier"]["gaps"] == [0.3, 0.2, 0.1]
-    assert planner.gap_at(FRONT, 0.1) is None
+    shares = planner.summarized(RAW)["rows"][0]["shares"]
+    assert [found["share"] for found in shares] == [0.3, 0.4, 0.5]
+    assert [found["point"]["gap"] for found in shares] == [0.3, 0.2, 0.1]
+    assert "saved_bytes" in FRONT["points"][0]
+    assert "saved_bytes" not in shares[0]["point"]
+    assert planner.point_at(FRONT, 0.1) is None
+    slow = point(20, 2.0, work=0.01)  # takes the most time, and has the least work
+    assert planner.point_at({**FRONT, "points": [slow, *FRONT["points"]]}, 0.5) == slow
 
 
 def test_the_table_shows_the_summary():
     table = planner.rendered(planner.summarized(RAW))
-    assert "| mlp | 7 | 1.0 | 4 | 30 – 110 | 1.000 | 0.300 / 0.200 / 0.100 |" in table
-    assert "| mlp | 50 | 100 → 40 | 60 % | 0.500 | 0.250 | 0.125 | 1.000 | 1.000 | yes |" in table
-    assert "| mlp | 5 | too little | | | | | | | no |" in table
-    assert "planned for cpu, objective time." in table
+    assert "| mlp | 7 | 1.0 | 4 | 30 – 110 | 1.000 | 0.500 |" in table
+    assert "| mlp | 0.4 | 50 | 0.500 | 0.250 | 0.250 | 0.200 |" in table
+    line = "| mlp | 50 | 100 → 40 | 60 % | 0.500 | 0.750 | 0.250 | 0.125 | 1.000 | 1.000 | yes |"
+    assert line in table
+    assert "| mlp | 5 | too little | | | | | | | | no |" in table
+    assert "Planned for cpu, objective time." in table
+    lean = {**FRONT, "points": FRONT["points"][2:]}
+    row = {"model": "mlp", "frontier": lean, "plans": []}
+    assert "| mlp | 0.3 | none | | | | |" in planner.rendered(
+        planner.summarized({**RAW, "rows": [row]})
+    )
+
+
+def test_products_alone_are_those_of_matrix_products_and_convolutions():
+    """Around and inside of scans; what is elementwise has no FLOPs."""
+
+    def loss(ws, kernel, x):
+        with jax.named_scope("first"):
+            image = jax.lax.conv(x.reshape(4, 1, 8, 64), kernel, (1, 1), "SAME")
+            x = jnp.sin(image.reshape(32, 64))
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(jnp.sin(x @ w) @ w), None), x, ws)
+        return jnp.sum(jnp.tanh(x @ ws[0]))
+
+    args = struct(6, 64, 64), struct(1, 1, 3, 3), struct(32, 64)
+    graph = trace(loss, args, target("h100"), (0, 1))
+    products = planner.products_only(graph)
+    conv, each = 2 * 9 * 32 * 64, 2 * 32 * 64 * 64
+    assert products.forward_flops == conv + 13 * each < graph.forward_flops
+    n = len(graph.equations)
+    (scan,) = [e for e in graph.equations if e.loop is not None]
+    assert scan.loop is not None
+    body = (Segment(0, len(scan.loop.graph.equations)),)
+    schedule = (
+        Segment(0, scan.index),
+        Segment(scan.index, n, plain=True, loops=((scan.index, (LoopPart(6, 1, body),)),)),
+    )
+    # All but the last product, which is in no region.
+    again = planner.products_again(products, schedule)
+    assert again == pytest.approx((conv + 12 * each) / (conv + 13 * each))
+    plain = (Segment(0, n, plain=True),)
+    assert planner.products_again(products, plain) == 0.0
 
 
 @pytest.mark.parametrize(

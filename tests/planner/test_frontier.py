@@ -21,6 +21,7 @@ import remat_kit
 from remat_kit import UnknownNameError
 from remat_kit._planner import frontier as _frontier
 from remat_kit._planner.schedules import bounds as _bounds
+from remat_kit._planner.schedules.mincut import Worth
 from remat_kit._policy import schedule as _schedule
 
 
@@ -73,9 +74,9 @@ def test_frontier_says_what_every_point_takes(front):
     for point in plain["points"]:
         assert set(point) >= {
             *("predicted_peak_bytes", "saved_bytes", "extra_seconds", "extra_flops"),
-            *("forward_flops", "bound_extra_seconds", "gap"),
+            *("forward_flops", "bound_extra_seconds", "bound_extra_work", "gap"),
         }
-        assert point["bound_extra_seconds"] <= point["extra_seconds"]
+        assert point["bound_extra_seconds"] == point["bound_extra_work"] <= point["extra_seconds"]
         assert point["gap"] >= 0
     # Memory against time, unless another objective is asked for.
     for extra in (
@@ -87,32 +88,39 @@ def test_frontier_says_what_every_point_takes(front):
     assert "extra FLOPs" in str(front)
 
 
+_SLOW = [
+    *(("gpt12", "cpu", 0.3, 0.3), ("gpt12", "h100", 0.3, 0.3), ("gpt72scan", "cpu", 0.3, 0.3)),
+    *(("resnet50", "h100", 0.3, 0.4), ("resnet50", "cpu", 0.4, 0.4)),
+    *(("resnet152", "cpu", 0.3, 0.3), ("nasnet", "cpu", 0.3, 0.3)),
+]
+
+
 @pytest.mark.parametrize(
-    ("model", "chip", "least"),
+    ("model", "chip", "objective", "least"),
     [
-        ("gpt72scan", "h100", 0.3),
-        pytest.param("gpt12", "cpu", 0.3, marks=pytest.mark.slow),
-        pytest.param("gpt12", "h100", 0.3, marks=pytest.mark.slow),
-        pytest.param("gpt72scan", "cpu", 0.3, marks=pytest.mark.slow),
-        pytest.param("resnet50", "h100", 0.3, marks=pytest.mark.slow),
-        pytest.param("resnet50", "cpu", 0.4, marks=pytest.mark.slow),
-        pytest.param("resnet152", "cpu", 0.3, marks=pytest.mark.slow),
-        pytest.param("nasnet", "cpu", 0.3, marks=pytest.mark.slow),
+        ("gpt72scan", "h100", "time", 0.3),
+        ("gpt72scan", "h100", "balanced", 0.3),
+        *(
+            pytest.param(model, chip, objective, least, marks=pytest.mark.slow)
+            for model, chip, *each in _SLOW
+            for objective, least in zip(("time", "balanced"), each, strict=True)
+        ),
     ],
 )
-def test_plans_of_real_models_are_near_the_bound(model, chip, least):
+def test_plans_of_real_models_are_near_the_bound(model, chip, objective, least):
     fn, args = planner.CASES[model].loss("none")
-    front = remat_kit.frontier(fn, *args, target=chip, objective="time")
+    front = remat_kit.frontier(fn, *args, target=chip, objective=objective)
     activations = front.plain.predicted_peak_bytes - front.argument_bytes
-    bounds = _bounds.bounds(front.graph)
-    assert all(
-        bounds.seconds(p.cost.peak_bytes) <= p.extra_seconds * (1 + 1e-6) for p in front.points
-    )
+    worth = Worth.of_graph(front.graph, _frontier.OBJECTIVES[objective])
+    bounds = _bounds.bounds(front.graph, worth)
+    for p in front.points:
+        assert bounds.work(p.cost.peak_bytes) <= p.extra_work * (1 + 1e-6)
+        assert bounds.seconds(p.cost.peak_bytes) <= p.extra_seconds * (1 + 1e-6)
 
     def gap(budget):
         room = front.argument_bytes + budget * activations
         fitting = [p for p in front.points if p.predicted_peak_bytes <= room]
-        return min(fitting, key=lambda p: p.extra_seconds).gap
+        return min(fitting, key=lambda p: p.extra_work).gap
 
     assert max(map(gap, np.arange(least, 1, 0.1))) <= 0.05
     # A little less memory costs little.
@@ -144,6 +152,65 @@ def test_objectives_spend_least_of_what_they_say():
             assert least["balanced"].extra_work / both.forward_seconds <= mean * 1.02
     with pytest.raises(UnknownNameError, match="did you mean"):
         remat_kit.frontier(mlp, *ARGS, objective="flop")
+
+
+@pytest.mark.parametrize(
+    ("objective", "columns"),
+    [
+        ("time", ["extra FLOPs", "extra time", "bound"]),
+        ("flops", ["extra time", "extra FLOPs", "bound"]),
+        ("balanced", ["extra FLOPs", "extra time", "extra work", "bound"]),
+    ],
+)
+def test_the_gap_is_that_of_the_objective(objective, columns):
+    found = remat_kit.frontier(mlp, *ARGS, target="h100", objective=objective)
+    bounds = _bounds.bounds(
+        found.graph, Worth.of_graph(found.graph, _frontier.OBJECTIVES[objective])
+    )
+    forward = found.forward_seconds
+    for p in found.points:
+        held = p.predicted_peak_bytes - found.argument_bytes
+        assert p.bound_extra_work == pytest.approx(min(bounds.work(held), p.extra_work), abs=1e-15)
+        assert bounds.work(held) <= p.extra_work * (1 + 1e-6) + 1e-15
+        assert p.bound_extra_seconds <= p.extra_seconds
+        assert p.gap == pytest.approx((p.extra_work - p.bound_extra_work) / forward, abs=1e-9)
+    assert max(p.bound_extra_work for p in found.points) > 0
+    table = found.table()
+    assert list(table.columns[2:]) == columns
+    place = max(range(len(found.points)), key=lambda k: found.points[k].bound_extra_work)
+    share = 100 * found.points[place].bound_extra_work / forward
+    assert table.rows[place][-1] == f"+{share:.1f} %"
+    assert ("three parts FLOPs" in table.title) == (objective == "balanced")
+
+
+def test_without_flops_every_objective_is_time():
+    def moved(x):
+        for _ in range(4):
+            x = jnp.concatenate([x[1:], jax.lax.stop_gradient(x[:1])])
+        return x[0]
+
+    found = remat_kit.frontier(moved, struct(64), objective="flops")
+    assert found.plain.forward_flops == 0
+    assert found.table().columns[2:] == ("extra FLOPs", "extra time", "bound")
+
+
+def test_the_gap_of_an_estimate_is_between_its_figures():
+    """Also where parts run in pieces, which every schedule computes again."""
+    args = struct(64, 64), struct(4096, 64)
+
+    def loss(w, x):
+        with jax.named_scope("first"):
+            y = jnp.tanh(x @ w)
+        return jnp.mean(jnp.tanh(y @ w) @ w)
+
+    lean = remat_kit.policy(remat_kit.pieces(8))(loss)
+    for fn, checkpoints in ((loss, ["first"]), (lean, [])):
+        point = remat_kit.estimate(fn, *args, checkpoints=checkpoints)
+        forward = remat_kit.frontier(fn, *args).forward_seconds
+        assert point.bound_extra_work == point.bound_extra_seconds <= point.extra_work
+        assert point.gap == pytest.approx(
+            (point.extra_work - point.bound_extra_work) / forward, abs=1e-9
+        )
 
 
 def test_frontier_can_be_drawn(front, tmp_path):

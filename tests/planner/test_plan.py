@@ -132,9 +132,12 @@ def test_plan_in_words_and_as_json():
     assert set(plain) >= {
         *("budget_bytes", "predicted_peak_bytes", "compiled_peak_bytes", "baseline_peak_bytes"),
         *("extra_flops_fraction", "step_seconds", "minimum_bytes", "bound_extra_seconds", "gap"),
+        *("objective", "extra_work", "bound_extra_work"),
     }
     assert plain["compiled_peak_bytes"] < plain["baseline_peak_bytes"]
     assert plain["budget_bytes"] is None
+    assert plain["objective"] == "balanced"
+    assert 0 <= plain["bound_extra_work"] <= plain["extra_work"]
     table = str(plan.explain())
     assert "block_*" in table
     assert "recomputed" in table

@@ -9,12 +9,14 @@ import optax
 import pytest
 from flax import nnx
 from interpreter import one_by_one
+from planner_graphs import tower
 from step_programs import updated
 
 import remat_kit
 from remat_kit import PolicyError, _jax, policy, testing
 from remat_kit._chip.compile import compile_program
 from remat_kit._planner import steps
+from remat_kit._planner.frontier import Surroundings, frontier_of
 
 
 def deep(weights, x):
@@ -78,6 +80,52 @@ def test_a_plan_of_a_step_with_two_losses():
     assert plan.budget_bytes is None or plan.compiled_peak_bytes <= plan.budget_bytes
     assert len(plan.losses()) == 2
     testing.assert_equivalent(step, policy(plan)(step), *args)
+
+
+@pytest.mark.parametrize("objective", ["time", "balanced", "flops"])
+def test_no_schedules_of_two_losses_beat_the_bound(objective):
+    """Each of the losses may use as much memory as the other, which makes the peak."""
+
+    @jax.jit
+    def step(a, b, x, y):
+        return updated(a, jax.grad(deep)(a, x)), updated(b, jax.grad(deep)(b, y))
+
+    weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 6
+    args = (weights, weights, *(jax.ShapeDtypeStruct((n, 64), jnp.float32) for n in (4096, 1536)))
+    front = remat_kit.frontier(step, *args, objective=objective)
+    slack = 0
+    for point in front.points:
+        peak = point.predicted_peak_bytes
+        (other,) = point.others
+        own = point.extra_work - other.extra_work
+        leasts = [
+            min(least.at(peak)[1], work)
+            for least, work in ((point.least, own), (other.least, other.extra_work))
+        ]
+        assert point.bound_extra_work == pytest.approx(sum(leasts), abs=1e-15)
+        assert point.bound_extra_seconds <= point.extra_seconds
+        assert point.gap == pytest.approx(
+            (point.extra_work - point.bound_extra_work) / front.forward_seconds, abs=1e-9
+        )
+        slack += leasts[1] < other.bound_extra_work * (1 - 1e-3)
+    assert slack > 0
+
+
+def test_no_schedule_beats_the_bound_where_the_rest_of_the_step_has_the_peak():
+    graph = tower(12, batch=512)
+    chip = remat_kit.target("cpu")
+    alone = frontier_of(
+        *(graph, Surroundings(0, 0), chip, "balanced", False, print, 0.0, "frontier")
+    )
+    middle = alone.points[len(alone.points) // 2].predicted_peak_bytes
+    found = frontier_of(
+        *(graph, Surroundings(0, 0, middle), chip, "balanced", False, print, 0.0, "frontier")
+    )
+    least = min(p.extra_work for p in found.points if p.predicted_peak_bytes == middle)
+    same = [p for p in found.points if p.predicted_peak_bytes == middle]
+    assert len(same) > 1
+    assert all(p.bound_extra_work <= least for p in same)
+    assert max(p.gap for p in same) > 0
 
 
 def test_what_a_step_holds_beside_its_loss():

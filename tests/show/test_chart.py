@@ -11,7 +11,7 @@ from browser import needs_browser
 
 import remat_kit
 from remat_kit._show import chart as _chart
-from remat_kit._units import format_bytes
+from remat_kit._units import format_bytes, format_percent
 
 
 def tower(weights, x):
@@ -58,6 +58,27 @@ def test_a_frontier_has_every_point_and_preset(front):
     assert "h100 has 79.1 GiB" in text
     assert "remat-kit frontier x" in text
     assert len(text) < 300_000
+
+
+@pytest.mark.parametrize(
+    ("objective", "name"), [("time", "time"), ("flops", "FLOPs"), ("balanced", "work")]
+)
+def test_the_bound_is_that_of_what_is_drawn(objective, name):
+    front = remat_kit.frontier(tower, *ARGS, target="h100", objective=objective)
+    plain = front.to_json()
+    text = _chart.frontier_page(plain)
+    assert f"<h2>Memory against {name}</h2>" in text
+    assert f"extra {name}, as a share of the forward pass" in text
+    assert f"lower bound of the {name} with this peak" in text
+    assert ("three parts FLOPs" in text) == (objective == "balanced")
+    forward = plain["forward_seconds"]
+    for point, shown in zip(plain["points"], data_of(text), strict=False):
+        lines = [line for line in shown["lines"] if line[0] not in ("saved", "on the host")]
+        work, bound = (
+            f"+{format_percent(point[key] / forward)} of the forward pass"
+            for key in ("extra_work", "bound_extra_work")
+        )
+        assert lines[:2] == [[f"extra {name}", work], ["lower bound", bound]]
 
 
 def test_the_line_of_the_capacity_is_drawn_where_it_is_near(front):

@@ -1,12 +1,15 @@
-"""How much extra time does every schedule with a given peak need at least?
+"""How much extra work does every schedule with a given peak need at least?
 
 When the backward pass begins, the saved arrays fit the peak. The backward pass must recompute every
 other residual from them at least once. A lower bound on that recompute follows from Lagrangian
 relaxation. Put a price in seconds on each saved byte, and let V be the value of the minimum cut at
-that price, that is, the least sum of recompute time and price of the saved bytes (module `mincut`;
+that price, that is, the least sum of recompute work and price of the saved bytes (module `mincut`;
 Picard 1976). A schedule that saves at most B bytes then recomputes for at least V - price * B. The
 bound is the maximum of this expression over several prices, and over several moments of the
 backward pass: at a later moment, cotangents and gradients take up part of the peak as well.
+
+Work is time, FLOPs or a weighted mean of both (`mincut.Worth`). Each of them has a bound of its
+own: a search that minimizes one of them is compared with the bound for the same one.
 
 Example: take eight layers ``x = tanh(x @ w)``, with ``x`` of 4 MiB on an H100. With 44 MiB beside
 the arguments, no recompute is needed. With 40, 32 or 24 MiB, every schedule needs at least this
@@ -38,27 +41,35 @@ from typing import TypeAlias
 import numpy as np
 
 from remat_kit._planner.costs.graph import CostGraph, Equation, Loop
-from remat_kit._planner.schedules.mincut import TIME, Cutter
+from remat_kit._planner.schedules.mincut import TIME, Cutter, Worth
 
 # -- what is minimised ----------------------------------------------------------------------------
 
 
+# Triples ``(price, value, busy)``. Each of them says that a schedule with a peak of B bytes
+# recomputes for at least ``value - price * (B - busy)`` seconds of work.
+_Lines: TypeAlias = "tuple[tuple[float, float, int], ...]"
+
+
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Lower bounds on the extra time and the peak of every schedule, whatever its regions.
+    """Lower bounds on the extra work and the peak of every schedule, whatever its regions.
 
     Attributes:
-        lines: triples ``(price, value, busy)``. Each of them says that a schedule with a peak of B
-            bytes recomputes for at least ``value - price * (B - busy)`` seconds.
+        lines: the bound on the work that a search minimizes: triples ``(price, value, busy)``. Each
+            of them says that a schedule with a peak of B bytes recomputes for at least ``value -
+            price * (B - busy)`` seconds of work.
+        time_lines: the same for roofline time; equal to ``lines`` if the work is time.
         working_bytes: bytes of the largest set of arrays that the derivative of one operation needs
             at once.
     """
 
-    lines: tuple[tuple[float, float, int], ...]
+    lines: _Lines
+    time_lines: _Lines
     working_bytes: int
 
-    def seconds(self, held_bytes: float) -> float:
-        """Return the least extra time in seconds of any schedule with a peak of ``held_bytes``.
+    def work(self, held_bytes: float) -> float:
+        """Return the least extra work in seconds of any schedule with a peak of ``held_bytes``.
 
         When the backward pass arrives at an operation, at most ``held_bytes`` are live, and the
         operation itself needs some of them. The rest holds saved arrays. The derivatives of the
@@ -66,13 +77,20 @@ class Bounds:
         least once. If a schedule separates operations that the compiler would fuse, the bound
         assumes that the arrays between them are written to memory.
         """
-        return max(
-            (float(v - price * max(0, held_bytes - busy)) for price, v, busy in self.lines),
-            default=0.0,
-        )
+        return _highest(self.lines, held_bytes)
+
+    def seconds(self, held_bytes: float) -> float:
+        """Return the least extra roofline time of any schedule with a peak of ``held_bytes``."""
+        return _highest(self.time_lines, held_bytes)
 
 
-def bounds(graph: CostGraph) -> Bounds:
+def _highest(lines: _Lines, held_bytes: float) -> float:
+    return max(
+        (float(v - price * max(0, held_bytes - busy)) for price, v, busy in lines), default=0
+    )
+
+
+def bounds(graph: CostGraph, worth: Worth = TIME) -> Bounds:
     """Return lower bounds for all schedules of a graph.
 
     >>> import jax, jax.numpy as jnp
@@ -80,13 +98,30 @@ def bounds(graph: CostGraph) -> Bounds:
     >>> from remat_kit._planner.costs.build import trace
     >>> x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     >>> graph = trace(lambda x: jnp.sum(jnp.tanh(jnp.tanh(x @ x) @ x)), (x,), target("cpu"))
-    >>> found = bounds(graph)
-    >>> found.seconds(0) > 0, found.seconds(1e9)
-    (True, 0.0)
+    >>> found = bounds(graph, Worth.of_graph(graph, 0.75))
+    >>> found.work(0) > 0, found.work(1e9), found.seconds(1e9)
+    (True, 0.0, 0.0)
+
+    Args:
+        graph: the cost graph of the loss.
+        worth: how FLOPs and seconds are combined into the work that the search minimizes.
     """
+    moments = _busiest(graph)
+    time = _lines(graph, moments, TIME)
+    work = _lines(graph, moments, worth) if worth.flop_share else time
+    working = [
+        _arrays_of(graph, e.needs) + _cotangents_of(graph, e)
+        for e in graph.equations
+        if e.needs and e.loop is None
+    ]
+    return Bounds(work, time, max(working, default=0))
+
+
+def _lines(graph: CostGraph, moments: Iterable[_Moment], worth: Worth) -> _Lines:
+    """Return the bound on one measure of work, at some moments of the backward pass."""
     lines = [(0.0, 0.0, 0)]
-    for moment in _busiest(graph):
-        parts = list(_parts(graph, moment))
+    for moment in moments:
+        parts = list(_parts(graph, moment, worth))
 
         def least(price: float, parts: Sequence[_BoundPart] = parts) -> tuple[float, float]:
             values, sizes = zip(*(part.least(price) for part in parts), strict=True)
@@ -94,12 +129,7 @@ def bounds(graph: CostGraph) -> Bounds:
 
         found = _tangents(least, price_range(graph, 5), 1e-3 * graph.forward_seconds)
         lines += [(price, value, moment.bytes) for price, value in found.items()]
-    working = [
-        _arrays_of(graph, e.needs) + _cotangents_of(graph, e)
-        for e in graph.equations
-        if e.needs and e.loop is None
-    ]
-    return Bounds(tuple(lines), max(working, default=0))
+    return tuple(lines)
 
 
 def _tangents(
@@ -219,27 +249,45 @@ class _BoundPart:
     Args:
         graph: the cost graph of the program or of the body.
         place: the part consists of the equations before this index.
+        worth: the measure of work.
         present: tensors that are live anyway, so that saving them costs nothing.
         times: number of times that the part runs.
     """
 
     def __init__(
-        self, graph: CostGraph, place: int, present: frozenset[int] = frozenset(), times: int = 1
+        self,
+        graph: CostGraph,
+        place: int,
+        worth: Worth,
+        present: frozenset[int] = frozenset(),
+        times: int = 1,
     ):
-        # The cost of a scan's results is counted with its iterations, so here they cost nothing.
-        equations = tuple(
-            e if e.loop is None else dataclasses.replace(e, reads=(), seconds=0.0)
-            for e in graph.equations
-        )
+        equations = tuple(_priced(graph, e) for e in graph.equations)
         graph = dataclasses.replace(graph, equations=equations)
-        self.cutter = Cutter(graph, TIME, *_needs(graph, place))
+        self.cutter = Cutter(graph, worth, *_needs(graph, place))
         self.present = present
         self.times = times
 
     def least(self, price: float) -> tuple[float, float]:
-        """Return the least sum of recompute time and price of saved bytes, and these bytes."""
+        """Return the least sum of recompute work and price of saved bytes, and these bytes."""
         found = self.cutter.cut(price, self.present)
         return self.times * found.value, self.times * found.bytes
+
+
+def _priced(graph: CostGraph, e: Equation) -> Equation:
+    """Return an equation with the least work that running it again costs any schedule.
+
+    The iterations of a scan are parts of their own, so its results cost nothing here. If the
+    compiler would fuse what an operation makes, the derivatives outside of regions compute it from
+    its sources, without work that a schedule counts. The iterations of a scan save such arrays as
+    they are.
+    """
+    if e.loop is not None:
+        return dataclasses.replace(e, reads=(), seconds=0.0, flops=0.0)
+    made = [graph.tensors[t] for t in e.makes]
+    if made and not graph.stacked and not any(t.in_memory or t.index in t.sources for t in made):
+        return dataclasses.replace(e, seconds=0.0, flops=0.0)
+    return e
 
 
 class _Iteration(_BoundPart):
@@ -251,9 +299,9 @@ class _Iteration(_BoundPart):
     most one carry more than the scan, and the bound subtracts its price.
     """
 
-    def __init__(self, loop: Loop, times: int):
+    def __init__(self, loop: Loop, times: int, worth: Worth):
         graph = loop.graph
-        super().__init__(graph, len(graph.equations), times=times * loop.length)
+        super().__init__(graph, len(graph.equations), worth, times=times * loop.length)
         made = {
             t: out
             for (t, _), out in zip(loop.carry, loop.handed, strict=True)
@@ -274,7 +322,7 @@ class _Iteration(_BoundPart):
             for t in graph.tensors
         )
         parts = dataclasses.replace(graph, equations=equations, tensors=tensors)
-        self.ring = _BoundPart(parts, len(equations), times=self.times)
+        self.ring = _BoundPart(parts, len(equations), worth, times=self.times)
         self.more = times * sum(tensors[t].bytes for t in dict.fromkeys(made.values()))
 
     def least(self, price: float) -> tuple[float, float]:
@@ -282,11 +330,11 @@ class _Iteration(_BoundPart):
         return max(super().least(price), (value - price * self.more, size - self.more))
 
 
-def _parts(graph: CostGraph, moment: _Moment) -> Iterator[_BoundPart]:
+def _parts(graph: CostGraph, moment: _Moment, worth: Worth) -> Iterator[_BoundPart]:
     """Yield the parts of the program before a moment: its equations, and its scans' iterations."""
-    yield _BoundPart(graph, moment.place, moment.present)
+    yield _BoundPart(graph, moment.place, worth, moment.present)
     for times, loop in _loops(graph.equations[: moment.place]):
-        yield _Iteration(loop, times)
+        yield _Iteration(loop, times, worth)
 
 
 def _loops(equations: Sequence[Equation], times: int = 1) -> Iterator[tuple[int, Loop]]:

@@ -13,15 +13,37 @@ from shapes import struct
 from remat_kit._chip.target import target
 from remat_kit._planner.costs import build as _build
 from remat_kit._planner.costs.simulate import simulate
+from remat_kit._planner.frontier import OBJECTIVES
 from remat_kit._planner.schedules import bounds as _bounds
 from remat_kit._planner.schedules import proposals as _proposals
+from remat_kit._planner.schedules.mincut import Worth
 from remat_kit._policy.schedule import LoopPart, Segment
 
 
+def measures(graph):
+    """The work of each objective."""
+    return [Worth.of_graph(graph, share) for share in OBJECTIVES.values()]
+
+
+def check_bounds(graph, costs, binding=0):
+    """Check that no cost is below the bound of any objective, and that some bounds are above 0."""
+    for worth in measures(graph):
+        bounds = _bounds.bounds(graph, worth)
+        count = 0
+        for cost in costs:
+            bound = bounds.work(cost.peak_bytes)
+            assert bound <= worth.extra(cost) * (1 + 1e-6) + 1e-15, worth
+            assert bounds.seconds(cost.peak_bytes) <= cost.extra_seconds * (1 + 1e-6) + 1e-15
+            count += bound > 0
+        assert count >= binding
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("number", range(3))
-def test_no_set_of_kept_values_beats_the_bound(number):
+def test_no_set_of_kept_values_beats_the_bound(number, objective):
     graph = small_graphs()[number]
-    bounds = _bounds.bounds(graph)
+    worth = Worth.of_graph(graph, OBJECTIVES[objective])
+    bounds = _bounds.bounds(graph, worth)
     # At the beginning of the backward pass alone, where nothing is there but the kept values and
     # what is set apart for gradients.
     apart = graph.standing_bytes[-1]
@@ -31,7 +53,80 @@ def test_no_set_of_kept_values_beats_the_bound(number):
     made = [t.index for t in graph.tensors if t.producer >= 0 and t.bytes]
     for n in range(len(made) + 1):
         for kept in map(frozenset, itertools.combinations(made, n)):
-            assert bounds.seconds(size(graph, kept)) <= work(graph, kept) * (1 + 1e-6) + 1e-15
+            least = work(graph, kept, worth)
+            assert bounds.work(size(graph, kept)) <= least * (1 + 1e-6) + 1e-15
+
+
+def random_program(seed, equations=3):
+    """A program of random operations, each of some earlier results."""
+    random = np.random.default_rng(seed)
+    ops = [
+        lambda w, a, b: a @ w,
+        lambda w, a, b: jnp.tanh(a),
+        lambda w, a, b: jnp.sin(a),
+        lambda w, a, b: a * b,
+        lambda w, a, b: a + b,
+        lambda w, a, b: jnp.cumsum(a),
+    ]
+    chosen = [(ops[random.integers(len(ops))], random.random(2)) for _ in range(equations)]
+
+    def loss(w, x):
+        values = [jnp.tanh(x @ w)]
+        for op, places in chosen:
+            # Mostly of the last results, so that the program is deep.
+            a, b = (values[-1 - int(len(values) * p**3)] for p in places)
+            values.append(op(w, a, b).reshape(x.shape))
+        return jnp.sum(values[-1])
+
+    return loss
+
+
+def every_schedule(graph):
+    """Each chain of regions and plain segments, with what regions save: nothing, all, one array."""
+    n = len(graph.equations)
+    fused = [t.index for t in graph.tensors if t.active and t.index not in t.sources]
+    cuts = [p for p in range(1, n) if not {*fused}.intersection(graph.crossing(p))]
+    for count in range(len(cuts) + 1):
+        for some in itertools.combinations(cuts, count):
+            parts = list(itertools.pairwise((0, *some, n)))
+            for plain in itertools.product((False, True), repeat=len(parts)):
+                made = [
+                    [t.index for t in graph.tensors if a <= t.producer < b and t.bytes and not p]
+                    for (a, b), p in zip(parts, plain, strict=True)
+                ]
+                every = list(itertools.chain(*made))
+                for saved in {(), tuple(every), *((t,) for t in every)}:
+                    yield tuple(
+                        Segment(a, b, save=frozenset(saved).intersection(own), plain=p)
+                        for (a, b), p, own in zip(parts, plain, made, strict=True)
+                    )
+
+
+@pytest.mark.parametrize("chip", ["cpu", "h100", "tpu-v5e"])
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 40))]
+)
+def test_no_schedule_of_a_random_program_beats_the_bound(seed, chip):
+    args = struct(64, 64), struct(512, 64)
+    graph = _build.trace(random_program(seed), args, target(chip))
+    every = list(every_schedule(graph))
+    # All of them, or of many an even selection.
+    check_bounds(graph, [simulate(graph, s) for s in every[:: 1 + len(every) // 1500]])
+
+
+def test_what_fuses_is_free_in_the_bound_on_flops():
+    """Derivatives outside of regions save only the sources of a fused array."""
+
+    def loss(w, x):
+        y = jnp.tanh(x @ w)
+        return jnp.sum(jnp.sin(jnp.exp(y * 2.0) + 1.0) @ w)
+
+    graph = _build.trace(loss, (struct(16, 16), struct(4096, 16)), target("h100"))
+    (plain,) = [simulate(graph, (Segment(0, len(graph.equations), plain=True),))]
+    assert plain.extra_flops == 0
+    assert plain.saved_bytes < size(graph, graph.residuals)
+    worth = Worth.of_graph(graph, OBJECTIVES["flops"])
+    assert _bounds.bounds(graph, worth).work(plain.peak_bytes) <= 1e-15
 
 
 def some_schedules(graph, count, seed=0):
@@ -77,13 +172,8 @@ def classes(ws, x):
 @pytest.mark.parametrize("loss", [waves, classes])
 def test_no_schedule_beats_the_bound(loss, chip):
     graph = _build.trace(loss, ([struct(16, 16)] * 6, struct(4096, 16)), target(chip))
-    bounds = _bounds.bounds(graph)
     schedules = [*some_schedules(graph, 1500), *(c.schedule for c in _proposals.candidates(graph))]
-    costs = [simulate(graph, schedule) for schedule in schedules]
-    found = [bounds.seconds(cost.peak_bytes) for cost in costs]
-    for bound, cost in zip(found, costs, strict=True):
-        assert bound <= cost.extra_seconds * (1 + 1e-6) + 1e-15
-    assert sum(bound > 0 for bound in found) > 20
+    check_bounds(graph, [simulate(graph, schedule) for schedule in schedules], binding=20)
 
 
 def rounds(length):
@@ -121,7 +211,6 @@ def layers(length):
 @pytest.mark.parametrize("model", [rounds, layers])
 def test_no_schedule_of_a_scan_beats_the_bound(model, length, chip):
     graph = _build.trace(model(length), (struct(64, 64), struct(512, 64)), target(chip))
-    bounds = _bounds.bounds(graph)
     n = len(graph.equations)
     (scan,) = [e for e in graph.equations if e.loop is not None]
     assert scan.loop is not None
@@ -130,17 +219,14 @@ def test_no_schedule_of_a_scan_beats_the_bound(model, length, chip):
     plans += [(LoopPart(length, group, bodies[0]),) for group in range(2, length)]
     plans += _proposals.loop_plans(scan)
     around = [(), (Segment(0, scan.index),), (Segment(0, scan.index, plain=True),)]
-    binding = 0
+    costs = []
     for before, plan in itertools.product(around, plans):
         middle = Segment(
             len(before) and scan.index, scan.index + 1, plain=True, loops=((scan.index, plan),)
         )
         for after in ((Segment(scan.index + 1, n),), (Segment(scan.index + 1, n, plain=True),)):
-            cost = simulate(graph, (*before, middle, *after))
-            bound = bounds.seconds(cost.peak_bytes)
-            assert bound <= cost.extra_seconds * (1 + 1e-6) + 1e-15
-            binding += bound > 0
-    assert length < 8 or binding > 20
+            costs.append(simulate(graph, (*before, middle, *after)))
+    check_bounds(graph, costs, binding=0 if length < 8 else 20)
 
 
 def test_the_bound_counts_the_logits_and_their_cotangent():
