@@ -27,6 +27,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
 PRESETS = ("nothing", "dots")
 BUDGETS = ("min", "0.3", "0.45")
+GAP_AT = "0.3"
 
 
 class MissingError(Exception):
@@ -58,8 +59,9 @@ class Row:
             cells.append(cell(self.compiled_bytes(preset), self.extra(preset)))
         for budget in BUDGETS:
             plan = of(plans, budget, self.planner)
-            cells.append(cell(plan["compiled_temp_bytes"], plan["extra_flops_fraction"]))
-        return [*cells, f"`{self.planner}`"]
+            memory = cell(plan["compiled_temp_bytes"], plan["extra_flops_fraction"])
+            cells.append(f"{memory}, {time_cell(plan)}")
+        return [*cells, gap_cell(of(plans, GAP_AT, self.planner)), f"`{self.planner}`"]
 
     def compiled_bytes(self, preset: str) -> int:
         """What the compiler takes for temporaries with a preset on every block."""
@@ -120,6 +122,26 @@ def cell(temp_bytes: int, extra_fraction: float) -> str:
     return f"{temp_bytes / MIB:,.0f}, +{100 * extra_fraction:.1f} %"
 
 
+def time_cell(plan: Mapping[str, Any]) -> str:
+    """Return what a plan adds to the roofline time of the step.
+
+    >>> time_cell({"extra_seconds": 0.01, "step_seconds": 0.11})
+    '+10.0 %'
+    """
+    return f"+{100 * plan['extra_seconds'] / (plan['step_seconds'] - plan['extra_seconds']):.1f} %"
+
+
+def gap_cell(plan: Mapping[str, Any]) -> str:
+    """Return how far a plan's extra work is from the bound on the same work.
+
+    The tables of older planners have the bound on time alone, which is another figure.
+
+    >>> gap_cell({"gap": 0.0123, "objective": "balanced"}), gap_cell({"gap": 0.0123})
+    ('0.012', '–')
+    """
+    return f"{plan['gap']:.3f}" if "objective" in plan else "–"
+
+
 def lines() -> dict[Row, str]:
     """Return the table's line of each row."""
     return {row: "| " + " | ".join(row.cells()) + " |" for row in ROWS}
@@ -128,13 +150,16 @@ def lines() -> dict[Row, str]:
 def rendered() -> str:
     """Return the table as Markdown."""
     columns = ["model", "chip", "`none`", *(f"`{preset}` on blocks" for preset in PRESETS)]
-    columns += [f"plan `{budget}`" for budget in BUDGETS] + ["results"]
+    columns += [f"plan `{budget}`" for budget in BUDGETS]
+    columns += [f"over the bound at `{GAP_AT}`", "results"]
     return "\n".join(
         [
             "Temporary memory of one compiled `value_and_grad` in MiB, float32, and after the "
-            "comma what is computed twice, in FLOPs of the forward pass. A plan's budget is a "
-            "fraction of the temporaries without it; `min` is the least memory. No chip but a CPU "
-            "was there. "
+            "comma what is computed twice, in FLOPs of the forward pass. For plans, the extra time "
+            "of the step by the roofline follows. A plan's budget is a fraction of the temporaries "
+            "without it; `min` is the least memory. The last figure is the extra work of a plan "
+            "less the lower bound on it, in forward passes; rows of an older planner have none (–). "
+            "No chip but a CPU was there. "
             "Made from `benchmarks/results/` by `python benchmarks/headline.py --update-readme`.",
             "",
             "| " + " | ".join(columns) + " |",
