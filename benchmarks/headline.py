@@ -158,7 +158,7 @@ def rendered() -> str:
             "comma what is computed twice, in FLOPs of the forward pass. For plans, the extra time "
             "of the step by the roofline follows. A plan's budget is a fraction of the temporaries "
             "without it; `min` is the least memory. The last figure is the extra work of a plan "
-            "less the lower bound on it, in forward passes; rows of an older planner have none (–). "
+            "less the lower bound on it, in forward passes; rows of older planners have none (–). "
             "No chip but a CPU was there. "
             "Made from `benchmarks/results/` by `python benchmarks/headline.py --update-readme`.",
             "",
