@@ -66,8 +66,8 @@ _REFINED = 3
 _MUCH = 0.1
 
 
-# The schedules of repeated blocks are compiled if they have at most this multiple of the work of the
-# best schedule, by the model.
+# The schedules of repeated blocks are compiled if the model predicts at most this multiple of the
+# best schedule's work and of the budget for them.
 _FAR = 2.0
 
 
@@ -304,9 +304,9 @@ class Search:
         enough = _FAR * self.points[self.best(limit, limit)].extra_work if fitting else math.inf
         for place in self.blocks:
             point = self.points[place]
-            if place not in self.known and point.predicted_peak_bytes <= limit:
-                if point.extra_work <= enough:
-                    return place
+            may_fit = place not in self.known and point.predicted_peak_bytes <= _FAR * limit
+            if may_fit and point.extra_work <= enough:
+                return place
         if len(self.known) > self.compiles or not fitting:
             return None
         best = self.points[self.best(limit, limit)]
