@@ -113,6 +113,8 @@ class Frontier:
         plain: the loss as it is, without a region.
         presets: the names and the points of the presets ``nothing`` and ``dots``, with one region
             per block.
+        blocks: of a partitioned loss, the schedules that recompute each repeated block as a whole.
+            `plan` compiles them too.
         memory_bytes: the memory of the chip in bytes.
         graph: the cost graph of the loss; of a step with several losses, that of the loss which
             needs most.
@@ -136,6 +138,7 @@ class Frontier:
     memory_bytes: int
     graph: CostGraph = dataclasses.field(repr=False)
     others: tuple[Frontier, ...] = dataclasses.field(default=(), repr=False)
+    blocks: tuple[Point, ...] = dataclasses.field(default=(), repr=False)
     of_step: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -407,6 +410,7 @@ def frontier_of(
             )
         with collection_put_off():
             every, leaner = _with_pieces(graph, every, leaner, chip, around, worth, bandwidth, tick)
+    blocks = _proposals.repeated_blocks(graph) if chip.devices > 1 else ()
     return Frontier(
         points=every,
         target=chip.name,
@@ -421,6 +425,7 @@ def frontier_of(
         leaner=leaner,
         plain=point((Segment(0, len(graph.equations), plain=True),)),
         presets=tuple((name, point(schedule)) for name, schedule in _proposals.presets(graph)),
+        blocks=tuple(map(point, blocks)),
         memory_bytes=chip.memory_bytes,
         graph=graph,
     )

@@ -363,6 +363,9 @@ def plan(
             them fits, up to three more are compiled, those with the lowest predicted peaks. If one
             fits, but another candidate should fit with much less recomputation, up to three more
             of these are compiled.
+            For a program over several devices, up to two more are compiled: those that recompute
+            each repeated block. Then the time of the compiled programs, with the collectives that
+            they wait for, takes the place of the predicted time.
         progress: called with a description of the current work. Ctrl-C ends the search with the
             best plan so far.
 

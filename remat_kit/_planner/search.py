@@ -18,6 +18,7 @@ one, 3 MiB, to 23 MiB:
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,13 +26,15 @@ from typing import Any
 import jax
 
 from remat_kit._apply.decorate import policy as apply
-from remat_kit._chip.compile import compile_program
+from remat_kit._chip.compile import Compiled, compile_program
 from remat_kit._chip.memory import Memory, temporaries
 from remat_kit._chip.target import Target
 from remat_kit._compiled import hlo as _hlo
 from remat_kit._compiled import peak as _peak
+from remat_kit._compiled.collectives import collectives, link_times
+from remat_kit._compiled.roofline import estimate
 from remat_kit._errors import PolicyError, UserError
-from remat_kit._planner.frontier import Frontier, Tick, held_arrays
+from remat_kit._planner.frontier import OBJECTIVES, Frontier, Tick, held_arrays
 from remat_kit._planner.point import Point
 from remat_kit._planner.schedules import pieces as _pieces
 from remat_kit._planner.schedules.pieces import Floor
@@ -61,6 +64,11 @@ _BEYOND = 3
 # predicts all peaks too low, the search ends at the leanest schedule, the only one that fits.
 _REFINED = 3
 _MUCH = 0.1
+
+
+# The schedules of repeated blocks are compiled if the model predicts at most this multiple of the
+# best schedule's work and of the budget for them.
+_FAR = 2.0
 
 
 # Two peaks count as equal if they differ by at most this share of the temporaries.
@@ -202,6 +210,8 @@ class Search:
             at most 2 % extra time.
         known: the memory of each compiled program, by the index of its point.
         texts: the text of each compiled program, by the index of its point.
+        seconds: the roofline time of each compiled program that is partitioned over several
+            devices, with its collectives, by the index of its point.
     """
 
     fn: Callable[..., Any]
@@ -217,12 +227,14 @@ class Search:
     allowed: Callable[[Point], bool] | None = None
     known: dict[int, Memory] = dataclasses.field(default_factory=dict)
     texts: dict[int, str | None] = dataclasses.field(default_factory=dict)
+    seconds: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         front = self.frontier
-        self.points = (*front.points, *front.leaner, front.plain)
+        self.points = (*front.points, *front.leaner, *front.blocks, front.plain)
         self.plain = len(self.points) - 1
-        self.leaner = range(len(front.points), self.plain)
+        self.blocks = range(self.plain - len(front.blocks), self.plain)
+        self.leaner = range(len(front.points), self.blocks.start)
 
     def run(self, budget: str | int | float) -> Answer:
         """Compile points for a budget, and return the best compiled one.
@@ -245,6 +257,9 @@ class Search:
                     choice = self.leanest()
                 if choice is None or choice in self.known:
                     break
+                tried[choice] = self.predicted(choice)
+                self.compile(choice)
+            while (choice := self.unlike_predicted(limit)) is not None:
                 tried[choice] = self.predicted(choice)
                 self.compile(choice)
             for _ in range(_BEYOND):
@@ -273,6 +288,50 @@ class Search:
             return None
         saved = self.points[self.best(budget, limit)].extra_work - self.points[choice].extra_work
         return choice if saved > _MUCH * self.frontier.forward_seconds else None
+
+    def unlike_predicted(self, limit: int | None) -> int | None:
+        """Return a point of a partitioned program that may fit although it should not, or None.
+
+        The peak of a partitioned program depends on choices of the partitioner and the scheduler
+        that the model does not know: points with equal predictions compile to peaks that are a
+        fifth apart. Therefore the schedules that recompute each repeated block are compiled, too,
+        unless they recompute far more than the best point. Then, while compiles are left, these are
+        the points with less work than the best one whose predictions equal that of the best one.
+        """
+        if limit is None or self.plain not in self.seconds:
+            return None
+        fitting = self.fitting(limit)
+        enough = _FAR * self.points[self.best(limit, limit)].extra_work if fitting else math.inf
+        for place in self.blocks:
+            point = self.points[place]
+            may_fit = place not in self.known and point.predicted_peak_bytes <= _FAR * limit
+            if may_fit and point.extra_work <= enough:
+                return place
+        if len(self.known) > self.compiles or not fitting:
+            return None
+        best = self.points[self.best(limit, limit)]
+        most = min(limit, (1 + _EQUAL) * best.predicted_peak_bytes)
+        new = [
+            p
+            for p, point in enumerate(self.points)
+            if p not in self.known
+            and point.predicted_peak_bytes <= most
+            and point.extra_work < best.extra_work
+        ]
+        return min(new, key=lambda p: self.points[p].predicted_peak_bytes, default=None)
+
+    def work(self, place: int) -> float:
+        """Return the extra work of a point in seconds, as the objective measures it.
+
+        The model knows the collectives of a partitioned program only in part. If such a program
+        was compiled, the time of the compiled program takes the place of the predicted one.
+        """
+        point = self.points[place]
+        if place not in self.seconds or self.plain not in self.seconds:
+            return point.extra_work
+        measured = self.seconds[place] - self.seconds[self.plain]
+        share = 1 - OBJECTIVES[self.frontier.objective]
+        return point.extra_work + share * (measured - point.extra_seconds)
 
     def leanest(self) -> int | None:
         """Return the point with the lowest predicted peak of those not compiled, or None."""
@@ -335,6 +394,8 @@ class Search:
         )
         self.known[place], self.texts[place] = compiled.memory, compiled.hlo_text
         self.chip = compiled.chip  # it has as many devices as the step's own jit names
+        if compiled.memory.devices > 1 and compiled.hlo_text is not None:
+            self.seconds[place] = _seconds(compiled)
 
     def so_far(self) -> str:
         peaks = [m.peak_bytes for m in self.known.values() if m.peak_bytes]
@@ -430,7 +491,6 @@ class Search:
 
     def best(self, budget: str | int | float, limit: int | None) -> int:
         fitting = self.fitting(limit)
-        points = self.points
         if budget == "free":
             fitting = [p for p in fitting if p in self.free()]
         if limit is None and fitting:
@@ -438,7 +498,7 @@ class Search:
             enough = least + _EQUAL * (least - self.fixed())
             fitting = [p for p in fitting if (self.measured(p) or 0) <= enough]
         if fitting:
-            return min(fitting, key=lambda p: (points[p].extra_work, self.measured(p)))
+            return min(fitting, key=lambda p: (self.work(p), self.measured(p)))
         raise self.nothing_fits(limit or 0)
 
     def nothing_fits(self, limit: int) -> UserError:
@@ -483,3 +543,12 @@ class Search:
         if text is None:
             return ""
         return _peak.anatomy(_hlo.parse(text), platform=self.chip.platform).peak.phase
+
+
+def _seconds(compiled: Compiled) -> float:
+    """Return the roofline time of a compiled program, with the collectives that it waits for."""
+    program = _hlo.parse(compiled.hlo_text or "")
+    origins = _peak.origins(program)
+    chip = compiled.chip
+    moves = collectives(program, origins, chip, compiled.meshes)
+    return estimate(program, chip, origins, chip_name=chip.name, **link_times(moves)).seconds

@@ -254,6 +254,7 @@ def together(main: Frontier, others: Sequence[Frontier]) -> Frontier:
         leaner=tuple(map(joined, main.leaner)),
         plain=plain(),
         presets=(),
+        blocks=tuple(map(joined, main.blocks)),
         equations=main.equations + sum(f.equations for f in others),
         forward_seconds=forward,
         backward_seconds=main.backward_seconds + sum(f.backward_seconds for f in others),

@@ -98,6 +98,16 @@ def roll_up(path: str) -> str:
     return _NUMBER.sub("*", path)
 
 
+def outermost_block(path: str) -> str:
+    """Return a module path up to its first numbered module; "" if it has none.
+
+    >>> [outermost_block(path) for path in ("GPT/block_11/mlp", "GPT/layers/3/attn", "GPT/ln_f")]
+    ['GPT/block_11', 'GPT/layers/3', '']
+    """
+    found = _NUMBER.search(path)
+    return path[: found.end()] if found else ""
+
+
 _NUMBER = re.compile(r"(?<=_)\d+(?=/|$)|(?<=/)\d+(?=/|$)")
 
 

@@ -3,18 +3,22 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from shapes import struct
 
 import remat_kit
 from remat_kit import testing
 from remat_kit._chip import compile as _compile
+from remat_kit._chip import target as _target
 from remat_kit._cli import commands as _commands
 from remat_kit._cli import main as _main
 from remat_kit._errors import UserError
 from remat_kit._planner import search as _search
+from remat_kit._planner.steps import frontier_for
 
 
 def loss(ws, x):
@@ -141,6 +145,117 @@ def test_numbers_that_look_equal_are_given_to_the_byte(least):
 
 def peak_of(fn):
     return remat_kit.measure(fn, *ARGS).peak_bytes
+
+
+# -- partitioned programs ---------------------------------------------------------------------
+
+
+MESH = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+SPLIT = NamedSharding(MESH, PartitionSpec("data"))
+
+
+def blocks(weights, x):
+    for i, w in enumerate(weights):
+        with jax.named_scope(f"block_{i}"):
+            x = x + jnp.sin(jnp.tanh(x @ w)) @ w.T
+    with jax.named_scope("head"):
+        return jnp.mean(jnp.tanh(x) ** 2)
+
+
+SPLIT_ARGS = (
+    [jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=SPLIT) for _ in range(6)],
+    jax.ShapeDtypeStruct((4096, 64), jnp.float32, sharding=SPLIT),
+)
+
+
+def pretended(monkeypatch, compiled):
+    """Let each compiled program have the peak and the extra seconds that a function says."""
+    honest = _search.Search.compile
+
+    def compile(self, place):
+        honest(self, self.plain)
+        if place not in self.known:
+            peak, seconds = compiled(self, place)
+            self.known[place] = dataclasses.replace(self.known[self.plain], peak_bytes=peak)
+            self.texts[place], self.seconds[place] = None, self.seconds[self.plain] + seconds
+
+    monkeypatch.setattr(_search.Search, "compile", compile)
+
+
+def search_of(fn, args, compiles=5):
+    chip = _target.for_arguments("cpu", args, "plan")
+    front, argnums = frontier_for(fn, args, chip, 0, "time", None, False, lambda _: None, "plan")
+    return _search.Search(fn, args, argnums, chip, front, compiles, lambda _: None)
+
+
+def test_the_schedules_of_repeated_blocks_are_compiled_for_a_partitioned_program(monkeypatch):
+    """All others compile to more than the budget; the model expects it of these as well."""
+
+    def compiled(self, place):
+        own = self.points[place].predicted_peak_bytes
+        return (own if place in self.blocks else 10 * own), self.points[place].extra_seconds
+
+    pretended(monkeypatch, compiled)
+    search = search_of(blocks, SPLIT_ARGS)
+    search.compile(search.plain)
+    budget = max(search.points[p].predicted_peak_bytes for p in search.blocks)
+    assert search.run(budget).place in search.blocks
+    assert all(place in search.known for place in search.blocks)
+
+
+def test_compiled_times_with_collectives_choose_among_those_that_fit(monkeypatch):
+    def compiled(self, place):
+        is_slow = place not in self.blocks
+        return self.points[place].predicted_peak_bytes, 1.0 if is_slow else 1e-6
+
+    pretended(monkeypatch, compiled)
+    search = search_of(blocks, SPLIT_ARGS)
+    search.compile(search.plain)
+    budget = max(search.points[p].predicted_peak_bytes for p in search.blocks)
+    assert search.run(budget).place in search.blocks
+
+
+def test_points_that_the_model_cannot_tell_apart_are_compiled_while_compiles_are_left(monkeypatch):
+    """The first point fits. One with an equal prediction and less work does, too; no other does."""
+
+    def compiled(self, place):
+        point = self.points[place]
+        fits = place in (0, 1)
+        return point.predicted_peak_bytes * (1 if fits else 10), point.extra_seconds
+
+    pretended(monkeypatch, compiled)
+    search = search_of(blocks, SPLIT_ARGS)
+    first, second, *rest = search.points
+    second = dataclasses.replace(second, predicted_peak_bytes=first.predicted_peak_bytes + 8)
+    rest = [dataclasses.replace(p, predicted_peak_bytes=3 * p.predicted_peak_bytes) for p in rest]
+    search.points, search.blocks = (first, second, *rest), range(0)
+    search.compile(search.plain)
+    search.compile(0)
+    assert second.extra_work < first.extra_work
+    assert search.unlike_predicted(2 * first.predicted_peak_bytes) == 1
+    search.compiles = 1
+    assert search.unlike_predicted(2 * first.predicted_peak_bytes) is None
+
+
+def test_a_program_on_one_device_is_not_searched_further():
+    search = search_of(loss, ARGS)
+    search.compile(search.plain)
+    assert not search.blocks
+    assert not search.seconds
+    assert search.unlike_predicted(2**40) is None
+
+
+def test_a_plan_is_no_slower_than_recomputing_each_block_in_the_same_memory():
+    def figures(fn, **given):
+        report = remat_kit.inspect(fn, *SPLIT_ARGS, target="cpu", **given)
+        (name,) = report.memory
+        return report.memory[name].peak_bytes, report.readings[name].estimate.seconds
+
+    peak, seconds = figures(blocks, policy="nothing", at="block_*")
+    plan = remat_kit.plan(blocks, *SPLIT_ARGS, budget=peak, objective="time")
+    planned_peak, planned_seconds = figures(remat_kit.policy(plan)(blocks))
+    assert planned_peak <= peak
+    assert planned_seconds <= seconds
 
 
 # -- what fits --------------------------------------------------------------------------------

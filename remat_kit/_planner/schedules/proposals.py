@@ -60,6 +60,7 @@ from remat_kit._planner.schedules.chain import Chain, coarser, positions, unbrok
 from remat_kit._planner.schedules.compose import RECURSIVE, Composer, Layer, joined
 from remat_kit._planner.schedules.mincut import TIME, Cutter, Worth
 from remat_kit._policy.schedule import LoopPart, LoopPlan, Schedule, Segment
+from remat_kit._program import paths as _paths
 
 _T = TypeVar("_T")
 
@@ -473,6 +474,41 @@ def presets(graph: CostGraph) -> Iterator[tuple[str, Schedule[int]]]:
             else:
                 schedule.append(Segment(lo, hi, plain=True))
         yield f"{name}, per block", joined(tuple(schedule))
+
+
+def repeated_blocks(graph: CostGraph) -> Iterator[Schedule[int]]:
+    """Yield the schedules with one region for each repeated block, which saves nothing.
+
+    A block is the outermost module whose name ends in a number, as in ``GPT/block_3``, or an
+    iteration of a scan. In the first schedule, everything else has no region, as if the model
+    applied the policy ``nothing`` to its blocks. In the second one the first block's region begins
+    with the program, and the other modules are in regions too. There is none if the program repeats
+    no block.
+    """
+    inside = [_paths.outermost_block(e.module) for e in graph.equations]
+    if not any(inside) and not any(e.loop for e in graph.equations):
+        return
+    first = next((i for i, block in enumerate(inside) if block), 0)
+    around = [
+        e.module.partition("/")[0] if i >= first else inside[first]
+        for i, e in enumerate(graph.equations)
+    ]
+    wider = [block or other for block, other in zip(inside, around, strict=True)]
+    for names in dict.fromkeys((tuple(inside), tuple(wider))):
+        starts = (i for i in range(1, len(names)) if names[i] != names[i - 1])
+        cuts = sorted({0, len(names), *starts, *_around_scans(graph)})
+        parts = itertools.pairwise(cuts)
+        yield joined(tuple(_block(graph, lo, hi, bool(names[lo])) for lo, hi in parts))
+
+
+def _block(graph: CostGraph, start: int, stop: int, in_region: bool) -> Segment[int]:
+    """Return a region that saves nothing, or one for each iteration if the part is a scan."""
+    loop = graph.equations[start].loop
+    if loop is None:
+        return Segment(start, stop, plain=not in_region)
+    body = (Segment(0, len(loop.graph.equations)),)
+    loops = ((start, (LoopPart(loop.length, 1, body),)),)
+    return Segment(start, stop, plain=True, loops=loops)
 
 
 def _useful(graph: CostGraph, s: Segment[int]) -> Segment[int]:

@@ -99,3 +99,50 @@ def test_nothing_to_recompute_is_one_candidate():
     (only,) = _proposals.candidates(traced(jnp.sum, struct(8)))
     assert only.cost.extra_seconds == 0
     assert math.isfinite(only.cost.peak_bytes)
+
+
+def blocks(w, x):
+    x = jnp.sin(x)
+    for i in range(2):
+        with jax.named_scope(f"block_{i}"), jax.named_scope("mlp"):
+            x = jnp.tanh(x @ w)
+    with jax.named_scope("head"):
+        x = jnp.exp(x @ w)
+    return jnp.sum(x)
+
+
+def test_repeated_blocks_are_regions_that_save_nothing():
+    graph = traced(blocks, struct(8, 8), struct(4, 8))
+    modules = [e.module for e in graph.equations]
+    first, second, head = map(modules.index, ("block_0/mlp", "block_1/mlp", "head"))
+    end, count = len(modules) - modules[::-1].index("head"), len(modules)
+    assert list(_proposals.repeated_blocks(graph)) == [
+        (
+            Segment(0, first, plain=True),
+            Segment(first, second),
+            Segment(second, head),
+            Segment(head, count, plain=True),
+        ),
+        (
+            Segment(0, second),
+            Segment(second, head),
+            Segment(head, end),
+            Segment(end, count, plain=True),
+        ),
+    ]
+
+
+def test_iterations_of_a_scan_are_repeated_blocks():
+    def scanned(w, x):
+        body = lambda x, _: (jnp.tanh(jnp.sin(x @ w)), None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(body, x, None, length=3)[0])
+
+    graph = traced(scanned, struct(8, 8), struct(4, 8))
+    (schedule,) = _proposals.repeated_blocks(graph)
+    ((_, (part,)),) = next(s.loops for s in schedule if s.loops)
+    assert (part.times, part.group) == (3, 1)
+    assert [(s.save, s.plain) for s in part.body] == [(frozenset(), False)]
+
+
+def test_a_program_without_numbered_modules_has_no_repeated_blocks():
+    assert not list(_proposals.repeated_blocks(tower(4)))
