@@ -364,8 +364,8 @@ def plan(
             fits, but another candidate should fit with much less recomputation, up to three more
             of these are compiled.
             For a program over several devices, up to two more are compiled: those that recompute
-            each repeated block. Then the time of the compiled programs, with the collectives that
-            they wait for, takes the place of the predicted time.
+            each repeated block. With the objective ``"time"``, the time of the compiled programs,
+            with the collectives that they wait for, then chooses among those that fit.
         progress: called with a description of the current work. Ctrl-C ends the search with the
             best plan so far.
 

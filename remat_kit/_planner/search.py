@@ -324,14 +324,13 @@ class Search:
         """Return the extra work of a point in seconds, as the objective measures it.
 
         The model knows the collectives of a partitioned program only in part. If such a program
-        was compiled, the time of the compiled program takes the place of the predicted one.
+        was compiled and the objective is its time alone, the time of the compiled program takes the
+        place of the predicted one.
         """
-        point = self.points[place]
-        if place not in self.seconds or self.plain not in self.seconds:
-            return point.extra_work
-        measured = self.seconds[place] - self.seconds[self.plain]
-        share = 1 - OBJECTIVES[self.frontier.objective]
-        return point.extra_work + share * (measured - point.extra_seconds)
+        is_time = OBJECTIVES[self.frontier.objective] == 0
+        if is_time and place in self.seconds and self.plain in self.seconds:
+            return self.seconds[place] - self.seconds[self.plain]
+        return self.points[place].extra_work
 
     def leanest(self) -> int | None:
         """Return the point with the lowest predicted peak of those not compiled, or None."""
