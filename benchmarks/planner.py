@@ -118,16 +118,18 @@ def rendered(report: dict[str, Any]) -> str:
         lines.append(
             f"| {row['model']} | {front['equations']} | {front['planning_seconds']:.1f} | "
             f"{front['points']} | {peaks} | {first['extra_flops_fraction']:.3f} | "
-            f"{first['extra_products_fraction']:.3f} |"
+            f"{_figure(first, 'extra_products_fraction')} |"
         )
-    lines += [
-        "",
-        "| model | of the activations | predicted MiB | extra FLOPs | products alone | "
-        "extra time | over the bound |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    if any(row.get("shares") for row in report["rows"]):
+        lines += [
+            "",
+            "| model | of the activations | predicted MiB | extra FLOPs | products alone | "
+            "extra time | over the bound |",
+            "|---|---:|---:|---:|---:|---:|---:|",
+        ]
     for row in report["rows"]:
-        lines += [_share_line(row["model"], row["frontier"], found) for found in row["shares"]]
+        shares = row.get("shares", ())
+        lines += [_share_line(row["model"], row["frontier"], found) for found in shares]
     if any(row["plans"] for row in report["rows"]):
         lines += [
             "",
@@ -142,6 +144,8 @@ def rendered(report: dict[str, Any]) -> str:
     about = "Extra FLOPs, those of matrix products and convolutions alone, and extra roofline time "
     about += "in parts of those of the forward pass; over the bound in parts of the forward pass's "
     about += f"work. Planned for {report['chip']}, objective {report['objective']}."
+    if not all("shares" in row for row in report["rows"]):
+        about += " An older version of the benchmark measured neither products nor this bound (–)."
     return "\n".join([*lines, *_common.ending(report, about)])
 
 
@@ -222,13 +226,18 @@ def _plan_line(model: str, plan: dict[str, Any], forward_seconds: float) -> str:
     ratio = plan["predicted_peak_bytes"] / plan["compiled_peak_bytes"]
     first = plan["first_predicted_peak_bytes"]
     raw = f"{first / plan['compiled_peak_bytes']:.3f}" if first else ""
+    over = _figure(plan, "gap") if "bound_extra_work" in plan else "–"  # else over another bound
     return (
         f"| {model} | {plan['budget']} | {before / MIB:,.0f} → {after / MIB:,.0f} | "
         f"{100 * (1 - after / before):.0f} % | {plan['extra_flops_fraction']:.3f} | "
-        f"{plan['extra_products_fraction']:.3f} | "
-        f"{plan['extra_seconds'] / forward_seconds:.3f} | {plan['gap']:.3f} | "
+        f"{_figure(plan, 'extra_products_fraction')} | "
+        f"{plan['extra_seconds'] / forward_seconds:.3f} | {over} | "
         f"{ratio:.3f} | {raw} | {fits} |"
     )
+
+
+def _figure(found: Mapping[str, Any], key: str) -> str:
+    return f"{found[key]:.3f}" if key in found else "–"
 
 
 def fits_budget(plan: Mapping[str, Any]) -> bool:

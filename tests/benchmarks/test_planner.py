@@ -38,6 +38,7 @@ def plan(budget, peak):
         "extra_flops_fraction": 0.5,
         "extra_products_fraction": 0.75,
         "extra_seconds": 0.5,
+        "bound_extra_work": 0.25,
         "gap": 0.125,
         "policy": "planned(...)",
     }
@@ -103,11 +104,25 @@ def test_the_table_shows_the_summary():
     assert line in table
     assert "| mlp | 5 | too little | | | | | | | | no |" in table
     assert "Planned for cpu, objective time." in table
+    assert "older version" not in table
     lean = {**FRONT, "points": FRONT["points"][2:]}
     row = {"model": "mlp", "frontier": lean, "plans": []}
     assert "| mlp | 0.3 | none | | | | |" in planner.rendered(
         planner.summarized({**RAW, "rows": [row]})
     )
+
+
+def test_a_report_of_an_older_version_has_no_products_and_no_gap():
+    old = planner.summarized(RAW)
+    (row,) = old["rows"]
+    del row["shares"], row["plans"][0]["extra_products_fraction"]
+    del row["plans"][0]["bound_extra_work"], row["frontier"]["ends"][0]["extra_products_fraction"]
+    table = planner.rendered(old)
+    assert "| mlp | 7 | 1.0 | 4 | 30 – 110 | 1.000 | – |" in table
+    line = "| mlp | 50 | 100 → 40 | 60 % | 0.500 | – | 0.250 | – | 1.000 | 1.000 | yes |"
+    assert line in table
+    assert "older version of the benchmark" in table
+    assert "of the activations" not in table
 
 
 def test_products_alone_are_those_of_matrix_products_and_convolutions():
