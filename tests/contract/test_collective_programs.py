@@ -5,13 +5,15 @@ import pytest
 from other_process import printed_by
 
 
-def found(name):
-    return printed_by(collective_programs.__file__)[name]
+@pytest.fixture(params=[(), ("remat3",)], ids=["remat2", "remat3"])
+def found(request):
+    """What a program prints, with each of JAX's two implementations of checkpoint."""
+    return lambda name: printed_by(collective_programs.__file__, *request.param)[name]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", collective_programs.PROGRAMS)
-def test_values_and_shardings_are_those_of_the_undecorated_step(name):
+def test_values_and_shardings_are_those_of_the_undecorated_step(found, name):
     program = found(name)
     assert program["error"] < 1e-6
     assert program["same"]
@@ -19,7 +21,7 @@ def test_values_and_shardings_are_those_of_the_undecorated_step(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", collective_programs.PROGRAMS)
-def test_no_collective_runs_a_second_time(name):
+def test_no_collective_runs_a_second_time(found, name):
     program = found(name)
     plain, again, kept = (program[p] for p in ("None", "nothing", collective_programs.KEPT))
     assert kept <= again
@@ -40,19 +42,19 @@ def test_no_collective_runs_a_second_time(name):
 
 
 @pytest.mark.slow
-def test_a_decorated_step_takes_other_shardings_of_the_same_shapes():
+def test_a_decorated_step_takes_other_shardings_of_the_same_shapes(found):
     assert max(found("called")) < 1e-6
 
 
 @pytest.mark.slow
-def test_a_traced_step_takes_arrays_on_other_devices():
+def test_a_traced_step_takes_arrays_on_other_devices(found):
     eight, one, four = found("reused")
     assert one == pytest.approx(eight, rel=1e-6)
     assert four == pytest.approx(eight, rel=1e-6)
 
 
 @pytest.mark.slow
-def test_unknown_shardings_are_said():
+def test_unknown_shardings_are_said(found):
     (text,) = found("unknown")
     assert "unknown here how the devices split the arrays" in text
     assert "\nhint: " in text
