@@ -578,6 +578,8 @@ def test_interrupted_while_it_traces(run, file, text, command):
 def test_interrupted_while_a_process_compiles(monkeypatch):
     # The process waits for its request, which never comes, as long as a compilation would take.
     monkeypatch.setattr(_worker, "send", lambda stream, message: None)
+    # A process that a shell started in the background ignores the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     worker = _worker.Worker({})
     seen = []
 
@@ -593,6 +595,7 @@ def test_interrupted_while_a_process_compiles(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         worker.ask({"settings": {}})
     thread.join()
+    signal.signal(signal.SIGINT, before)
     assert gone(seen[0], seconds=2)
 
 
