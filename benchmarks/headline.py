@@ -20,6 +20,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import planner
 import readme_table
 from _common import MIB, ROOT
 
@@ -61,7 +62,8 @@ class Row:
             plan = of(plans, budget, self.planner)
             memory = cell(plan["compiled_temp_bytes"], plan["extra_flops_fraction"])
             cells.append(f"{memory}, {time_cell(plan)}")
-        return [*cells, gap_cell(of(plans, GAP_AT, self.planner)), f"`{self.planner}`"]
+        gap = planner.over_the_bound(of(plans, GAP_AT, self.planner))
+        return [*cells, gap, f"`{self.planner}`"]
 
     def compiled_bytes(self, preset: str) -> int:
         """What the compiler takes for temporaries with a preset on every block."""
@@ -131,17 +133,6 @@ def time_cell(plan: Mapping[str, Any]) -> str:
     return f"+{100 * plan['extra_seconds'] / (plan['step_seconds'] - plan['extra_seconds']):.1f} %"
 
 
-def gap_cell(plan: Mapping[str, Any]) -> str:
-    """Return how far a plan's extra work is from the bound on the same work.
-
-    The tables of older planners have the bound on time alone, which is another figure.
-
-    >>> gap_cell({"gap": 0.0123, "objective": "balanced"}), gap_cell({"gap": 0.0123})
-    ('0.012', '–')
-    """
-    return f"{plan['gap']:.3f}" if "objective" in plan else "–"
-
-
 def lines() -> dict[Row, str]:
     """Return the table's line of each row."""
     return {row: "| " + " | ".join(row.cells()) + " |" for row in ROWS}
@@ -158,7 +149,7 @@ def rendered() -> str:
             "comma what is computed twice, in FLOPs of the forward pass. For plans, the extra time "
             "of the step by the roofline follows. A plan's budget is a fraction of the temporaries "
             "without it; `min` is the least memory. The last figure is the extra work of a plan "
-            "less the lower bound on it, in forward passes; rows of older planners have none (–). "
+            "less the lower bound on it, in forward passes; – means not measured. "
             "No chip but a CPU was there. "
             "Made from `benchmarks/results/` by `python benchmarks/headline.py --update-readme`.",
             "",

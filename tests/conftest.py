@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import pathlib
 import shutil
+import signal
 import sys
 import tempfile
 
@@ -46,9 +47,10 @@ gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_sessionfinish():
-    """Write down the measured coverage, if any, before pytest-xdist ends its workers.
+    """Save the measured coverage, if any, before pytest-xdist ends its workers.
 
-    It waits a few seconds for them, and the exit of a process with gigabytes may take longer.
+    When the tests are done, pytest-xdist kills each worker that has not ended after a few seconds.
+    A worker whose memory is large may take longer, and its coverage would be lost.
     """
     coverage = sys.modules.get("coverage")
     measured = coverage.Coverage.current() if coverage else None
@@ -72,6 +74,14 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def interruptible():
+    """Answer to Ctrl-C, which a shell tells a job in its background to ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -160,8 +160,8 @@ FUSES_SUMS_INTO_READERS = Fact(
     "fuses_sums_into_readers",
     "A sum of many arrays is computed again in each block that reads it, so that all its terms "
     "stay live; we put a barrier before each region.",
-    # No small program shows it on a TPU. ResNet-50 with 64 images on a v5e does: a plan with nested
-    # regions needs 1,346 MiB of temporaries with the barrier, and 1,493 MiB without it (jax 0.12).
+    # No small program has shown it on a TPU. There, a plan of ResNet-50 with nested regions needs
+    # more temporaries without the barrier (64 images, v5e, jax 0.12).
     {"cpu": _NEW, "cuda": _NEW, "tpu": _UNSEEN},
 )
 

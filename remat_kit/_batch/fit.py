@@ -252,6 +252,8 @@ def fit(
 ) -> Fit:
     """Compile a training step for chips, policies and batch sizes, and report which of them fit.
 
+    The memory of each step is taken from `jax.stages.Compiled.memory_analysis`.
+
     >>> import jax, jax.numpy as jnp
     >>> def build(batch):
     ...     w, x = (jax.ShapeDtypeStruct((n, 64), jnp.float32) for n in (64, batch))

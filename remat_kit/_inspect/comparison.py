@@ -27,6 +27,8 @@ from remat_kit._show.table import Lines, Table, headed
 class Comparison(ShownReport):
     """Reports of several policies for one loss; ``none`` comes first.
 
+    The memory of each program is taken from `jax.stages.Compiled.memory_analysis`.
+
     >>> from remat_kit import inspect
     >>> import jax, jax.numpy as jnp
     >>> from remat_kit import inspect

@@ -143,6 +143,8 @@ class Line:
 class Diff(Shown):
     """The difference of two gradient programs; `diff` returns it.
 
+    The programs are jaxprs, as `jax.make_jaxpr` returns them.
+
     >>> import jax, jax.numpy as jnp, remat_kit
     >>> loss = lambda w: jnp.sum(jnp.sin(jnp.exp(w)))
     >>> w = jax.ShapeDtypeStruct((4,), jnp.float32)

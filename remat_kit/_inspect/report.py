@@ -342,6 +342,9 @@ class StepLoss:
 class Report(ShownReport):
     """What one policy does to the memory and the time of one loss.
 
+    The saved values are residuals, as `jax.ad_checkpoint.print_saved_residuals` lists them. Memory
+    on a target is that of `jax.stages.Compiled.memory_analysis`.
+
     >>> import jax, jax.numpy as jnp
     >>> w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     >>> report = inspect(lambda w: jnp.sum(jnp.sin(jnp.exp(w @ w))), w, policy="dots")

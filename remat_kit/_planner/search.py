@@ -293,10 +293,10 @@ class Search:
         """Return a point of a partitioned program that may fit although it should not, or None.
 
         The peak of a partitioned program depends on choices of the partitioner and the scheduler
-        that the model does not know: points with equal predictions compile to peaks that are a
-        fifth apart. Therefore the schedules that recompute each repeated block are compiled, too,
-        unless they recompute far more than the best point. Then, while compiles are left, these are
-        the points with less work than the best one whose predictions equal that of the best one.
+        that the model does not know, so points with equal predictions may compile to different
+        peaks. Therefore the schedules that recompute each repeated block are compiled too, unless
+        they recompute far more than the best point. While compiles are left after that, points are
+        compiled that have less predicted work than the best one, and nearly its predicted peak.
         """
         if limit is None or self.plain not in self.seconds:
             return None

@@ -330,8 +330,8 @@ def larger_than(size: int | str) -> Selector:
 def smaller_than(size: int | str) -> Selector:
     """Select values of fewer than ``size`` bytes; the size is that of the whole array.
 
-    The opposite of `larger_than`, except that neither of the two selects values of exactly
-    ``size`` bytes.
+    The opposite of `larger_than`, which follows Keras's ``RematScope``, except that neither of the
+    two selects values of exactly ``size`` bytes.
 
     >>> smaller_than(1000), smaller_than("1kB").matches(Value(bytes=999))
     (smaller_than(1000), True)

@@ -70,14 +70,6 @@ def test_child_that_is_killed_is_reported_and_replaced():
     assert child_of("cpu").pid != process.pid
 
 
-@pytest.fixture
-def interruptible():
-    """Answer to Ctrl-C, which a shell tells a job in its background to ignore."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_interrupt_ends_the_child(interruptible):
     measure(fresh(1), *ARGS, target="cpu")
     process = stop_then(lambda _: os.kill(os.getpid(), signal.SIGINT))

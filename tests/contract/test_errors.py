@@ -575,11 +575,9 @@ def test_interrupted_while_it_traces(run, file, text, command):
 
 
 @row("Ctrl-C while a process compiles")
-def test_interrupted_while_a_process_compiles(monkeypatch):
-    # The process waits for its request, which never comes, as long as a compilation would take.
+def test_interrupted_while_a_process_compiles(interruptible, monkeypatch):
+    # The request is never sent, so the process does not answer before the signal comes.
     monkeypatch.setattr(_worker, "send", lambda stream, message: None)
-    # A process that a shell started in the background ignores the signal.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     worker = _worker.Worker({})
     seen = []
 
@@ -595,7 +593,6 @@ def test_interrupted_while_a_process_compiles(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         worker.ask({"settings": {}})
     thread.join()
-    signal.signal(signal.SIGINT, before)
     assert gone(seen[0], seconds=2)
 
 
