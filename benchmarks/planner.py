@@ -35,6 +35,7 @@ CASES = {
     "gpt12": Case("GPT, 12 layers, 8 × 1024", "gpt", {"size": "small", "batch": 8}),
     "gpt72scan": Case("GPT, 72 layers, a scan", "gpt", {"layers": 72, "batch": 8, "scan": True}),
     "gpt72": Case("GPT, 72 layers, unrolled", "gpt", {"layers": 72, "batch": 8}),
+    "gpt48": Case("GPT, 48 layers of 1600, 1 × 1024", "gpt", {"size": "xl", "batch": 1}),
     "densenet121": Case("DenseNet-121, 32 images", "densenet", {"depth": 121, "batch": 32}),
     "densenet201": Case("DenseNet-201, 16 images", "densenet", {"depth": 201, "batch": 16}),
     "nasnet": Case("NASNet-A, 64 images", "cells", {"arch": "nasnet", "batch": 64}),

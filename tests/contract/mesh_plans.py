@@ -72,7 +72,7 @@ def mesh(kind=""):
 
 def arguments(kind, weights_spec, batch_spec):
     draw = np.random.default_rng(0)
-    layers = [draw.standard_normal((64, 256)).astype(np.float32) / 16 for _ in range(8)]
+    layers = [draw.standard_normal((64, 256)).astype(np.float32) / 16 for _ in range(6)]
     x = draw.standard_normal((4096, 64)).astype(np.float32)
     if kind == "scanned":
         stacked = NamedSharding(mesh(kind), P(None, *weights_spec))
