@@ -363,7 +363,8 @@ class _Numbering:
     ) -> _Value:
         opcode = instruction.opcode
         operands = tuple(
-            values.get(name, self.number(_Unknown(name))) for name in instruction.operands
+            values[name] if name in values else self.number(_Unknown(name))
+            for name in instruction.operands
         )
         if opcode == "parameter":
             index = int(instruction.literal)

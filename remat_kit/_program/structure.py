@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.extend.core as jec
+import numpy as np
 
 from remat_kit import _jax
 from remat_kit._frames import is_library_file
@@ -38,11 +40,7 @@ def structure_of(program: Any) -> Any:
         number[var] = len(number)
 
     def atom(x: Any) -> Any:
-        if isinstance(x, jec.Literal):
-            scalar = getattr(x.val, "shape", ()) == ()
-            # Scalars are compared by repr, since 0.0 == -0.0 and 1 == True.
-            return str(x.aval), repr(x.val) if scalar else _Itself(x.val)
-        return number[x]
+        return _literal(x) if isinstance(x, jec.Literal) else number[x]
 
     eqns = []
     for eqn in program.eqns:
@@ -59,14 +57,22 @@ def structure_of(program: Any) -> Any:
 
 def equation_key(eqn: Any) -> Any:
     """Return a key that is equal for equations that compute the same from equal inputs."""
-    atoms = tuple(
-        (str(v.aval), repr(v.val) if getattr(v.val, "shape", ()) == () else _Itself(v.val))
-        if isinstance(v, jec.Literal)
-        else v.aval
-        for v in eqn.invars
-    )
+    atoms = tuple(_literal(v) if isinstance(v, jec.Literal) else v.aval for v in eqn.invars)
     same = tuple(eqn.invars.index(v) for v in eqn.invars if not isinstance(v, jec.Literal))
     return eqn.primitive, _parameters(eqn), atoms, same, eqn.ctx
+
+
+def _literal(x: Any) -> Any:
+    """Return a key of a literal.
+
+    Scalars are compared by their bytes, since 0.0 == -0.0 and 1 == True.
+    """
+    if getattr(x.val, "shape", ()) != ():
+        return str(x.aval), _Itself(x.val)
+    if isinstance(x.val, jax.Array):
+        return str(x.aval), repr(x.val)
+    value = np.asarray(x.val)  # to write it as text is slow
+    return str(x.aval), repr(x.val) if value.dtype.hasobject else value.tobytes()
 
 
 def _parameters(eqn: Any) -> Any:
