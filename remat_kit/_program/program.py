@@ -185,7 +185,7 @@ def is_identity(eqn: Any) -> bool:
 # -- a whole program ------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """A flattened jaxpr.
 

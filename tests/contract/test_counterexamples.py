@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Application, Case, flagged
+from jax.ad_checkpoint import checkpoint_name
 from programs import Op, Program
 
 import remat_kit
@@ -515,6 +516,9 @@ FOUND["what is behind a stop_gradient in pieces has no tangent"] = Case(
 FOUND["a value that nothing reads is not divided"] = Case(
     Program(((Op("abs", b=0), Op("abs", 1, 0, 0)),)), Application("pieces:0"), mode="traced"
 )
+FOUND["a plan of a program with an array of NumPy"] = Case(
+    Program(((Op("array_constant", b=0),),), outputs=(0,), used=(0,)), Application("plan:0")
+)
 
 
 @pytest.mark.parametrize("case", FOUND.values(), ids=FOUND)
@@ -527,3 +531,19 @@ def test_flags_are_put_back():
     with flagged(("jax_remat3",)):
         assert jax.config.jax_remat3
     assert jax.config.jax_remat3 == before
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 has no vmap of such regions")
+def test_the_jvp_of_a_gradient_of_nested_regions_is_beyond_jax():
+    """What docs/differences.md says of `jax.checkpoint` and of plans, under ``jax_remat3``."""
+    named = jax.checkpoint_policies.save_only_these_names("inside")
+
+    def inner(x):
+        return jnp.sin(checkpoint_name(jnp.sin(x), "inside"))
+
+    fn = jax.checkpoint(lambda x: jnp.cos(jax.checkpoint(inner)(x)), policy=named)
+    loss = lambda x: jnp.sum(fn(x) ** 2)  # noqa: E731
+    with flagged(("jax_remat3",)):
+        assert jax.jacrev(jax.grad(loss))(X[0]).shape == (4, 4)
+        with pytest.raises(AssertionError):
+            jax.hessian(loss)(X[0])

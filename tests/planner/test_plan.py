@@ -7,6 +7,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import planner
 import pytest
@@ -390,3 +391,18 @@ def test_the_command_line_counts_the_step(capsys, tmp_path):
     assert step["argument_bytes"] > 2 * loss["argument_bytes"]
     assert _main.main([*model, "--optimizer", "admaw"]) == 2
     assert "adamw" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_a_loss_that_captures_an_array(kind):
+    mask = kind(np.tri(4, dtype=np.float32))
+
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(jnp.sin(x @ w) * mask) * mask)
+
+    args = jnp.full((4, 4), 0.3), jnp.full((4, 4), 0.5)
+    found = remat_kit.plan(loss, *args, budget="min")
+    front = remat_kit.frontier(loss, *args)
+    for policy in (found, front.policy(front.points[0])):
+        expected, got = (jax.grad(f)(*args) for f in (loss, remat_kit.policy(policy)(loss)))
+        np.testing.assert_array_equal(got, expected)
