@@ -168,9 +168,22 @@ def _check_argument(position: int, struct: Any, call: str) -> None:
         raise NotDifferentiableError(
             f"`{call}`: {where} is {leaf.dtype}{list(leaf.shape)}; only floating-point values have "
             "a gradient here",
-            hint="give the position of the argument that contains the parameters with argnums=, "
-            "and pass integers (labels, steps, keys) as another argument",
+            hint=_OF_A_MODULE if _is_nnx(struct) else _OF_INTEGERS,
         )
+
+
+_OF_INTEGERS = (
+    "give the position of the argument that contains the parameters with argnums=, and pass "
+    "integers (labels, steps, keys) as another argument"
+)
+_OF_A_MODULE = (
+    "`jax.grad` takes all values of a module, also its random streams; pass a step that calls "
+    "`nnx.value_and_grad` instead of the loss, which takes the parameters alone"
+)
+
+
+def _is_nnx(value: Any) -> bool:
+    return any(c.__module__.startswith("flax.nnx") for c in type(value).__mro__)
 
 
 def _check_result(result: Any, call: str) -> bool:

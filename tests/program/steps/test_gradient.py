@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from shapes import struct
 
 from remat_kit._chip.compile import measure
@@ -127,3 +128,10 @@ print(t.measure(f, jax.ShapeDtypeStruct((8, 8), jnp.float32)).devices)
         text=True,
     )
     assert done.stdout == "4\n", done.stderr
+
+
+def test_a_module_with_random_streams_needs_a_step():
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    with pytest.raises(NotDifferentiableError) as error:
+        measure(lambda model, x: jnp.sum(model(x)), model, struct(8), target="cpu")
+    assert "nnx.value_and_grad" in str(error.value.hint)
