@@ -388,7 +388,11 @@ class Case:
                         raise
                     # There the value of a region is the one that JAX's derivative computes.
                     # That of `cumlogsumexp`, for one, adds up in another order.
-                    self.compare(self.run(differentiated(fn), args), got, bitwise)
+                    if "prod" in self.program.names():
+                        # Its derivative has a derivative that computes the value once more.
+                        self.compare(expected, got, bitwise=False)
+                    else:
+                        self.compare(self.run(differentiated(fn), args), got, bitwise)
                     return True
                 return False
         return True

@@ -516,6 +516,21 @@ FOUND["what is behind a stop_gradient in pieces has no tangent"] = Case(
 FOUND["a value that nothing reads is not divided"] = Case(
     Program(((Op("abs", b=0), Op("abs", 1, 0, 0)),)), Application("pieces:0"), mode="traced"
 )
+for _loop, _body in (("accumulated", "atan2"), ("nested_scan", "abs"), ("scan", "abs")):
+    FOUND[f"{_loop} over arrays without elements"] = Case(
+        Program(((Op(_loop, b=0, body=(Op(_body, b=0),)),),), outputs=(0,), rows=0),
+        Application("plan:0"),
+    )
+FOUND["a product of complex numbers in a loop"] = Case(
+    Program(
+        ((Op("map", b=0, body=(Op("add", b=0), Op("prod", b=0))), Op("barrier", b=2)),),
+        dtype="complex64",
+    ),
+    Application("dots"),
+    "gradient of one",
+    "traced",
+    ("jax_remat3",),
+)
 FOUND["a plan of a program with an array of NumPy"] = Case(
     Program(((Op("array_constant", b=0),),), outputs=(0,), used=(0,)), Application("plan:0")
 )

@@ -164,6 +164,8 @@ def _simulated(
     yield found[0]
     if not graph.residuals and not any(e.loop for e in graph.equations):
         return
+    if not any(t.bytes for t in graph.tensors):  # all arrays have a dimension of 0
+        return
     loops: dict[int, list[LoopPlan[int]]] = {}
     for e in graph.equations:
         if e.loop is not None:
