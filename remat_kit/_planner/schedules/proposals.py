@@ -356,6 +356,8 @@ def _solved(problem: _Problem, chain: Chain) -> Iterator[Schedule[int]]:
     kept = [chain.level(keep) for keep in _distinct(graph, _worth_saving(problem, chain))]
     composer = Composer(chain, kept, problem.loops, problem.host_bandwidth)
     top = 1.02 * float(chain.plain.sum() + chain.flowing.max())
+    if top <= 0:  # no activation has an element
+        return
     # Every schedule that the dynamic program returns is simulated, which takes time. A short chain
     # or a small graph leaves time for finer steps of memory.
     steps = problem.slots * (4 if chain.count <= 32 else 2 if problem.small else 1)
