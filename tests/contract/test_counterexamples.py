@@ -562,3 +562,32 @@ def test_the_jvp_of_a_gradient_of_nested_regions_is_beyond_jax():
         assert jax.jacrev(jax.grad(loss))(X[0]).shape == (4, 4)
         with pytest.raises(AssertionError):
             jax.hessian(loss)(X[0])
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 saves no names there")
+def test_second_derivatives_that_jax_itself_changes_or_lacks():
+    """What docs/differences.md says of ``jax_remat3``: `jax.checkpoint` alone does it."""
+
+    @jax.custom_gradient
+    def double(x):
+        return jnp.sin(x), lambda ct: 2 * ct * jnp.cos(x)
+
+    def fn(x):
+        return jnp.sin(x * checkpoint_name(double(x), "inside"))
+
+    def second(fn):
+        first = jax.grad(lambda x: jnp.sum(fn(x) ** 2))
+        return jax.grad(lambda x: jnp.sum(first(x) ** 2))
+
+    policies = jax.checkpoint_policies
+    offloaded = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["inside"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    with flagged(("jax_remat3",)):
+        saved = second(jax.checkpoint(fn, policy=policies.save_only_these_names("inside")))
+        assert not np.allclose(saved(X[0]), second(fn)(X[0]), rtol=1e-3)
+        with pytest.raises(ValueError, match="host"):
+            jax.make_jaxpr(second(jax.checkpoint(fn, policy=offloaded)))(X[0])
