@@ -176,7 +176,7 @@ def _section(chip: str, rows: Sequence[Row], report: Mapping[str, Any]) -> Itera
         yield "† planned before the last change of the planner."
     if any(not row["sizes_as_published"] for row in rows):
         yield ""
-        yield "Models of other sizes than the paper's, whose figures are no measure for them."
+        yield "Note: the sizes differ from the paper's, so do not compare the figures."
 
 
 def _reasons(row: Row) -> Iterator[str]:
