@@ -1722,6 +1722,50 @@ def result_shardings(module: Any) -> list[str]:
     return []
 
 
+def _inline(module: Any) -> None:
+    """Replace the calls of a lowered module by what they call.
+
+    Shardy does not propagate shardings into a call. JAX lowers the slices of a scan's inputs, and
+    each jitted function, to calls, and XLA inlines them before the propagation. The pass "inline"
+    of the jaxlib of jax 0.10.2 and 0.12 does nothing to them.
+    """
+    functions = {
+        f.attributes["sym_name"].value: f.operation
+        for f in module.body.operations
+        if f.operation.name == "func.func"
+    }
+    done: set[str] = set()
+
+    def inline(operation: Any) -> None:
+        for inner in list(_operations(operation)):
+            if inner.name == "func.call":
+                name = inner.attributes["callee"].value
+                if name not in done:
+                    inline(functions[name])
+                    done.add(name)
+                _replace_call(inner, functions[name])
+
+    with module.context:
+        inline(functions["main"])
+
+
+def _replace_call(call: Any, function: Any) -> None:
+    block = function.regions[0].blocks[0]
+    known = dict(zip(block.arguments, call.operands, strict=True))
+    for operation in block.operations:
+        if operation.operation.name == "func.return":
+            for old, new in zip(call.results, operation.operands, strict=True):
+                old.replace_all_uses_with(known.get(new, new))
+            break
+        copy = operation.operation.clone(ir.InsertionPoint(call))
+        for inner in _operations(copy.operation):
+            for i, value in enumerate(inner.operands):
+                if value in known:
+                    inner.operands[i] = known[value]
+        known.update(zip(operation.operation.results, copy.operation.results, strict=True))
+    call.erase()
+
+
 def _propagate(module: Any) -> bool:
     """Run Shardy's propagation on a lowered module; tell whether this jaxlib has the passes.
 
@@ -1730,6 +1774,7 @@ def _propagate(module: Any) -> bool:
     try:
         from jaxlib.mlir.passmanager import PassManager
 
+        _inline(module)
         with module.context:
             PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
     except Exception:  # the pipeline is no public API
@@ -1778,7 +1823,7 @@ class PropagatedOperation:
 
     Attributes:
         kind: its name, as ``"stablehlo.dot_general"``.
-        stack: its name stack.
+        stack: its name stack, and before it those of the calls around it.
         operands, results: the shape and the printed sharding of each array.
         manual: the axes of the `shard_map` around it: its shapes are those on one device of them.
     """
@@ -1801,7 +1846,8 @@ def propagated_operations(module: Any, scope: str) -> list[PropagatedOperation] 
     found: list[PropagatedOperation] = []
 
     def look(operation: Any, manual: frozenset[str]) -> None:
-        stack = _name_stack(operation)
+        # The name stacks of calls around an operation come first, and then its own.
+        stack = str(operation.location).partition("callsite(")[0]
         if scope in stack:
             arrays = [
                 tuple(
@@ -1810,7 +1856,7 @@ def propagated_operations(module: Any, scope: str) -> list[PropagatedOperation] 
                 for values in (operation.operands, operation.results)
             ]
             found.append(PropagatedOperation(operation.name, stack, *arrays, manual))
-        if operation.name == "sdy.manual_computation":
+        if operation.name == _MAPPED:
             manual |= set(re.findall(r'"([^"]*)"', str(operation.attributes["manual_axes"])))
         for region in operation.regions:
             for block in region.blocks:
@@ -1821,19 +1867,22 @@ def propagated_operations(module: Any, scope: str) -> list[PropagatedOperation] 
     return found
 
 
+_MAPPED = "sdy.manual_computation"  # a `shard_map`
+
+
 def _text_of(value: Any) -> str:
     """Print the sharding of a value of a module; the empty text if it is replicated or unknown."""
     owner = value.owner
     if hasattr(owner, "arguments"):  # a block
-        number, around = value.arg_number, owner.owner
+        number, around = value.arg_number, owner.owner.operation
         if around.name == "func.func":
             given = around.attributes
             held = given["arg_attrs"][number] if "arg_attrs" in given else {}
             return str(held["sdy.sharding"]) if "sdy.sharding" in held else ""
-        attribute = "in_shardings" if around.name == "sdy.manual_computation" else "sdy.sharding"
-        texts = _texts(around, attribute)
+        texts = _texts(around, "in_shardings" if around.name == _MAPPED else "sdy.sharding")
     else:
-        number, texts = value.result_number, _texts(owner, "sdy.sharding")
+        number, maker = value.result_number, owner.operation
+        texts = _texts(maker, "out_shardings" if maker.name == _MAPPED else "sdy.sharding")
     return texts[number] if number < len(texts) else ""
 
 

@@ -292,42 +292,59 @@ class SplitProduct:
 
 
 def split_product(
-    numbers: Any, left: ValueShard, right: ValueShard, out: ValueShard
+    numbers: Any,
+    left: ValueShard,
+    right: ValueShard,
+    out: ValueShard,
+    sizes: Mapping[str, int],
 ) -> SplitProduct:
     """Return how devices compute a matrix product, from the shardings of its values.
 
     An operand is gathered over an axis that splits a dimension of it and another dimension of the
     result. The parameters of fully sharded training are: their rows are split over the axis of
-    the batch.
+    the batch. If an axis splits a contracted dimension, each device has a part of the sum. But if
+    it does not split that of the other operand too, and the operand is smaller than the result,
+    the devices gather the operand instead.
 
     >>> x, w = ValueShard((2, 8), (("data",), ())), ValueShard((2, 6), (("data",), ()))
-    >>> split_product((((1,), (0,)), ((), ())), x, w, ValueShard((2, 6), (("data",), ())))
+    >>> numbers, sizes = (((1,), (0,)), ((), ())), {"data": 4, "model": 4}
+    >>> split_product(numbers, x, w, ValueShard((2, 6), (("data",), ())), sizes)
     SplitProduct(gathers=((), ('data',)), sums=())
     >>> x, w = ValueShard((8, 2), ((), ("model",))), ValueShard((2, 6), (("model",), ()))
-    >>> split_product((((1,), (0,)), ((), ())), x, w, ValueShard((8, 6), ((), ())))
+    >>> split_product(numbers, x, w, ValueShard((8, 6), ((), ())), sizes)
     SplitProduct(gathers=((), ()), sums=('model',))
 
     Args:
         numbers: the ``dimension_numbers`` of the ``dot_general``.
         left, right, out: the operands and the result.
+        sizes: the axes of the mesh.
     """
     contracted, batch = numbers
     used = {axis for names in out.axes for axis in names}
-    sums: dict[str, None] = {}
+    pairs = zip(*contracted, strict=True)
+    added: dict[str, None] = {}
+    for i, j in pairs:
+        for one, other, names in (
+            (left, right.axes[j], left.axes[i]),
+            (right, left.axes[i], right.axes[j]),
+        ):
+            for axis in names:
+                is_large = math.prod(one.shape) * sizes[axis] >= math.prod(out.shape)
+                if axis not in used and (axis in other or is_large):
+                    added[axis] = None
     gathers: list[tuple[str, ...]] = []
     free = len(batch[0])  # the free dimensions of the result, after those of the batch
     for operand, inner, outer in zip((left, right), contracted, batch, strict=True):
         found: dict[str, None] = {}
         for d, names in enumerate(operand.axes):
             if d in inner:
-                sums.update((a, None) for a in names if a not in used)
-                found.update((a, None) for a in names if a in used)
+                found.update((a, None) for a in names if a not in added)
                 continue
             place = outer.index(d) if d in outer else free
             free += d not in outer
             found.update((a, None) for a in names if a not in out.axes[place])
         gathers.append(tuple(found))
-    return SplitProduct((gathers[0], gathers[1]), tuple(sums))
+    return SplitProduct((gathers[0], gathers[1]), tuple(added))
 
 
 def work_share(
@@ -349,11 +366,12 @@ def work_share(
         sizes: the axes of the mesh.
     """
     if eqn.primitive.name == "dot_general":
-        values = [shard(v) for v in (*eqn.invars, *eqn.outvars)]
+        found = [shard(v) for v in (*eqn.invars, *eqn.outvars)]
+        values = [x for x in found if x is not None]
         parts = 1
-        if not any(v is None for v in values):
-            found = split_product(eqn.params["dimension_numbers"], *values)  # type: ignore[arg-type]
-            parts = math.prod(sizes[axis] for axis in found.sums)
+        if len(values) == len(found):
+            product = split_product(eqn.params["dimension_numbers"], *values, sizes)
+            parts = math.prod(sizes[axis] for axis in product.sums)
         return part(eqn.outvars[0]) / parts
     if eqn.primitive.name == "conv_general_dilated":
         channels = eqn.params["dimension_numbers"].lhs_spec[1]

@@ -344,7 +344,8 @@ class _Builder:
         if any(isinstance(v, jec.Literal) for v in eqn.invars):
             return None
         left, right, out = (self.split[v] for v in (*eqn.invars, *eqn.outvars))
-        return _sharding.split_product(eqn.params["dimension_numbers"], left, right, out)
+        numbers = eqn.params["dimension_numbers"]
+        return _sharding.split_product(numbers, left, right, out, dict(self.axes))
 
     def size_of(self, axes: Iterable[str]) -> int:
         """Return the number of devices along axes of the mesh."""

@@ -433,7 +433,7 @@ def _on_one_device(
         outs = first(*arrays)
         kept = outs[len(outs) - count :]
         # The backward pass is part of the program whose shardings are propagated.
-        return [*kept, *second(*kept, jnp.ones((), outs[0].dtype))]
+        return [*kept, *outs, *second(*kept, jnp.ones((), outs[0].dtype))]
 
     shares = labelled.shares(values, leaves)
     if shares is None:
