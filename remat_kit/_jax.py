@@ -1849,13 +1849,13 @@ def propagated_operations(module: Any, scope: str) -> list[PropagatedOperation] 
         # The name stacks of calls around an operation come first, and then its own.
         stack = str(operation.location).partition("callsite(")[0]
         if scope in stack:
-            arrays = [
+            given, made = (
                 tuple(
                     (tuple(v.type.shape), _text_of(v)) for v in values if hasattr(v.type, "shape")
                 )
                 for values in (operation.operands, operation.results)
-            ]
-            found.append(PropagatedOperation(operation.name, stack, *arrays, manual))
+            )
+            found.append(PropagatedOperation(operation.name, stack, given, made, manual))
         if operation.name == _MAPPED:
             manual |= set(re.findall(r'"([^"]*)"', str(operation.attributes["manual_axes"])))
         for region in operation.regions:

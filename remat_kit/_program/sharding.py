@@ -366,12 +366,13 @@ def work_share(
         sizes: the axes of the mesh.
     """
     if eqn.primitive.name == "dot_general":
-        found = [shard(v) for v in (*eqn.invars, *eqn.outvars)]
-        values = [x for x in found if x is not None]
+        left, right, out = (shard(v) for v in (*eqn.invars, *eqn.outvars))
         parts = 1
-        if len(values) == len(found):
-            product = split_product(eqn.params["dimension_numbers"], *values, sizes)
-            parts = math.prod(sizes[axis] for axis in product.sums)
+        if left is not None and right is not None and out is not None:
+            numbers = eqn.params["dimension_numbers"]
+            parts = math.prod(
+                sizes[a] for a in split_product(numbers, left, right, out, sizes).sums
+            )
         return part(eqn.outvars[0]) / parts
     if eqn.primitive.name == "conv_general_dilated":
         channels = eqn.params["dimension_numbers"].lhs_spec[1]
