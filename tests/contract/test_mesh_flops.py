@@ -15,7 +15,7 @@ DEFAULT = (
     ("scanned", "tensor parallel", "nothing"),
     ("attention", "rows", None),
     ("called_twice", "both", None),
-    ("with_rule", "data parallel", "nothing"),
+    ("with_rule", "data parallel", None),
     ("mapped", "fully sharded", "nothing"),
     ("partly_mapped", "rows", None),
     ("branches", "replicated", None),
