@@ -101,6 +101,13 @@ def with_scopes(eqn: Any, scopes: Sequence[str], **changes: Any) -> Any:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack), **changes)
 
 
+def with_inner_scope(eqn: Any, scope: str, **changes: Any) -> Any:
+    """Return the equation with one more scope, the innermost one, in its name stack."""
+    info = eqn.source_info
+    stack = source_info_util.NameStack((*info.name_stack.stack, source_info_util.Scope(scope)))
+    return eqn.replace(source_info=info.replace(name_stack=stack), **changes)
+
+
 def without_transformations(eqn: Any) -> Any:
     """Return the equation with the scopes of its name stack, and no transformations among them."""
     info = eqn.source_info
@@ -645,10 +652,12 @@ class MappedAxes:
     Attributes:
         env: as `axis_env` returns it.
         mesh: the abstract mesh, some of whose axes are manual.
+        checks: whether the types of values say over which axes they vary (``check_vma``).
     """
 
     env: Any
     mesh: Any
+    checks: bool
 
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
@@ -663,16 +672,35 @@ class MappedAxes:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Open the axes, so that what was traced inside of the `shard_map` can be traced again."""
-        with open_axes(self.env), jax.sharding.use_abstract_mesh(self.mesh):
+        """Open the axes, so that what was traced inside of the `shard_map` can be traced again.
+
+        ``check_vma`` is in `jax._src.config`: 0.10.2, 0.12.
+        """
+        with (
+            open_axes(self.env),
+            jax.sharding.use_abstract_mesh(self.mesh),
+            config._check_vma(self.checks),
+        ):
             yield
+
+
+def manual_type(aval: Any) -> dict[str, Any]:
+    """Return over which axes of a `shard_map` a value varies, as `jax.ShapeDtypeStruct` takes it.
+
+    Nothing for a value that varies over none. 0.10.2 and 0.12 have the same name for it, and ask
+    for the mesh too.
+    """
+    kind = getattr(aval, "manual_axis_type", None)
+    if kind is None or not getattr(kind, "varying", None):
+        return {}
+    return {"manual_axis_type": kind, "sharding": aval.sharding}
 
 
 def mapped_axes() -> MappedAxes | None:
     """Return the axes of the `shard_map` whose body is being traced, or None. 0.10.2, 0.12."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = jax.sharding.AxisType.Manual in tuple(mesh.axis_types or ())
-    return MappedAxes(core.get_axis_env(), mesh) if manual else None
+    return MappedAxes(core.get_axis_env(), mesh, config._check_vma.value) if manual else None
 
 
 def axis_env() -> Any:
@@ -1676,8 +1704,11 @@ def propagated_result_shardings(module: Any) -> list[str] | None:
     A result that is replicated has an empty text. Return None if this jaxlib does not have the
     passes. The module changes.
     """
-    if not _propagate(module):
-        return None
+    return result_shardings(module) if _propagate(module) else None
+
+
+def result_shardings(module: Any) -> list[str]:
+    """Print the sharding of each result of a module's main function, the empty text without one."""
     for operation in module.body.operations:
         attributes = operation.attributes
         if "sym_name" in attributes and attributes["sym_name"].value == "main":
@@ -1688,7 +1719,51 @@ def propagated_result_shardings(module: Any) -> list[str] | None:
                 str(result["sdy.sharding"]) if "sdy.sharding" in result else ""
                 for result in attributes["res_attrs"]
             ]
-    return None
+    return []
+
+
+def _inline(module: Any) -> None:
+    """Replace the calls of a lowered module by what they call.
+
+    Shardy does not propagate shardings into a call. JAX lowers the slices of a scan's inputs, and
+    each jitted function, to calls, and XLA inlines them before the propagation. The pass "inline"
+    of the jaxlib of jax 0.10.2 and 0.12 does nothing to them.
+    """
+    functions = {
+        f.attributes["sym_name"].value: f.operation
+        for f in module.body.operations
+        if f.operation.name == "func.func"
+    }
+    done: set[str] = set()
+
+    def inline(operation: Any) -> None:
+        for inner in list(_operations(operation)):
+            if inner.name == "func.call":
+                name = inner.attributes["callee"].value
+                if name not in done:
+                    inline(functions[name])
+                    done.add(name)
+                _replace_call(inner, functions[name])
+
+    with module.context:
+        inline(functions["main"])
+
+
+def _replace_call(call: Any, function: Any) -> None:
+    block = function.regions[0].blocks[0]
+    known = dict(zip(block.arguments, call.operands, strict=True))
+    for operation in block.operations:
+        if operation.operation.name == "func.return":
+            for old, new in zip(call.results, operation.operands, strict=True):
+                old.replace_all_uses_with(known.get(new, new))
+            break
+        copy = operation.operation.clone(ir.InsertionPoint(call))
+        for inner in _operations(copy.operation):
+            for i, value in enumerate(inner.operands):
+                if value in known:
+                    inner.operands[i] = known[value]
+        known.update(zip(operation.operation.results, copy.operation.results, strict=True))
+    call.erase()
 
 
 def _propagate(module: Any) -> bool:
@@ -1699,6 +1774,7 @@ def _propagate(module: Any) -> bool:
     try:
         from jaxlib.mlir.passmanager import PassManager
 
+        _inline(module)
         with module.context:
             PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
     except Exception:  # the pipeline is no public API
@@ -1716,20 +1792,98 @@ def propagated_barrier_shardings(module: Any) -> list[tuple[str, list[str]]] | N
     if not _propagate(module):
         return None
     found: list[tuple[str, list[str]]] = []
-
-    def look(operation: Any) -> None:
+    for operation in _operations(module.operation):
         if operation.name == "stablehlo.optimization_barrier":
-            name = str(operation.location).removeprefix('loc("').partition('"')[0]
-            attributes = operation.attributes
-            text = str(attributes["sdy.sharding"]) if "sdy.sharding" in attributes else ""
-            found.append((name, _SHARDING_OF_VALUE.findall(text)))
+            found.append((_name_stack(operation), _texts(operation, "sdy.sharding")))
+    return found
+
+
+def _operations(operation: Any) -> Iterator[Any]:
+    """Yield an operation of a module and all operations inside of it, in order."""
+    yield operation
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield from _operations(inner.operation)
+
+
+def _name_stack(operation: Any) -> str:
+    return str(operation.location).removeprefix('loc("').partition('"')[0]
+
+
+def _texts(operation: Any, attribute: str) -> list[str]:
+    """Return the shardings in an attribute of an operation, one for each value; [] without it."""
+    attributes = operation.attributes
+    return _SHARDING_OF_VALUE.findall(str(attributes[attribute])) if attribute in attributes else []
+
+
+@dataclasses.dataclass(frozen=True)
+class PropagatedOperation:
+    """An operation of a lowered module, after Shardy's propagation.
+
+    Attributes:
+        kind: its name, as ``"stablehlo.dot_general"``.
+        stack: its name stack, and before it those of the calls around it.
+        operands, results: the shape and the printed sharding of each array.
+        manual: the axes of the `shard_map` around it: its shapes are those on one device of them.
+    """
+
+    kind: str
+    stack: str
+    operands: tuple[tuple[tuple[int, ...], str], ...]
+    results: tuple[tuple[tuple[int, ...], str], ...]
+    manual: frozenset[str]
+
+
+def propagated_operations(module: Any, scope: str) -> list[PropagatedOperation] | None:
+    """Run Shardy's propagation, and return the operations with ``scope`` in their name stacks.
+
+    Return None as `propagated_result_shardings` does. The module changes. The types, operands and
+    blocks of MLIR have the same names in jaxlib of jax 0.10.2 and 0.12.
+    """
+    if not _propagate(module):
+        return None
+    found: list[PropagatedOperation] = []
+
+    def look(operation: Any, manual: frozenset[str]) -> None:
+        # The name stacks of calls around an operation come first, and then its own.
+        stack = str(operation.location).partition("callsite(")[0]
+        if scope in stack:
+            given, made = (
+                tuple(
+                    (tuple(v.type.shape), _text_of(v)) for v in values if hasattr(v.type, "shape")
+                )
+                for values in (operation.operands, operation.results)
+            )
+            found.append(PropagatedOperation(operation.name, stack, given, made, manual))
+        if operation.name == _MAPPED:
+            manual |= set(re.findall(r'"([^"]*)"', str(operation.attributes["manual_axes"])))
         for region in operation.regions:
             for block in region.blocks:
                 for inner in block.operations:
-                    look(inner.operation)
+                    look(inner.operation, manual)
 
-    look(module.operation)
+    look(module.operation, frozenset())
     return found
+
+
+_MAPPED = "sdy.manual_computation"  # a `shard_map`
+
+
+def _text_of(value: Any) -> str:
+    """Print the sharding of a value of a module; the empty text if it is replicated or unknown."""
+    owner = value.owner
+    if hasattr(owner, "arguments"):  # a block
+        number, around = value.arg_number, owner.owner.operation
+        if around.name == "func.func":
+            given = around.attributes
+            held = given["arg_attrs"][number] if "arg_attrs" in given else {}
+            return str(held["sdy.sharding"]) if "sdy.sharding" in held else ""
+        texts = _texts(around, "in_shardings" if around.name == _MAPPED else "sdy.sharding")
+    else:
+        number, maker = value.result_number, owner.operation
+        texts = _texts(maker, "out_shardings" if maker.name == _MAPPED else "sdy.sharding")
+    return texts[number] if number < len(texts) else ""
 
 
 _SHARDING_OF_VALUE = re.compile(r"<@[^\[\]<>]*, \[[^\[\]]*\][^<>]*>")
@@ -1787,7 +1941,7 @@ def devices_within(closed: Any, *, shardings: bool = True) -> int:
 
 # -- what a jitted function says of itself ----------------------------------------------------
 # `trace`, and `args_info` of what it returns, are public. The class has no public name, and the
-# options for the compiler are in `_params`: 0.10.2 and 0.12 agree.
+# options for the compiler and the shardings are in `_params`: 0.10.2 and 0.12 agree.
 
 _JITTED = type(jax.jit(lambda: None))
 
@@ -1811,6 +1965,13 @@ def donated_positions(jitted: Any) -> tuple[int, ...]:
 def compiler_options_of(traced: Any) -> dict[str, Any]:
     """Return the options for the compiler that were given to `jax.jit`."""
     return dict(getattr(traced, "_params", {}).get("compiler_options_kvs", ()))
+
+
+def devices_of_jit(traced: Any) -> int:
+    """Return the most devices of the shardings that a traced `jax.jit` was given; 1 without any."""
+    params = getattr(traced, "_params", {})
+    given = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    return max(map(devices_of, given), default=1)
 
 
 def donated_by_only_call(traced: Any) -> frozenset[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from remat_kit._chip.compile import Compiled
@@ -18,6 +18,7 @@ from remat_kit._inspect.residuals import Residual
 from remat_kit._inspect.verdict import Verdict, natural_residuals, verdicts
 from remat_kit._inspect.whatif import Counterfactual, counterfactuals
 from remat_kit._program.steps.gradient import Gradient
+from remat_kit._program.steps.losses import LossGradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,17 +85,14 @@ class TracedReading:
     natural: Sequence[Residual] | None
 
     @staticmethod
-    def of(
-        gradient: Gradient,
-        residuals: Sequence[Residual],
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        argnums: int | Sequence[int],
-    ) -> TracedReading:
-        """Trace ``fn`` once more without its regions, if it has any."""
+    def of(part: LossGradient, residuals: Sequence[Residual]) -> TracedReading:
+        """Trace a loss once more without its regions, if it has any."""
+        gradient = part.gradient
         if not gradient.primal.regions:
             return TracedReading(gradient, residuals, residuals)
-        return TracedReading(gradient, residuals, natural_residuals(fn, args, argnums))
+        axes = None if part.loss is None else part.loss.axes
+        natural = natural_residuals(part.fn, part.args, part.argnums, axes)
+        return TracedReading(gradient, residuals, natural)
 
 
 def read(compiled: Compiled, traced: Sequence[TracedReading]) -> Reading | None:

@@ -182,7 +182,6 @@ def loops_of(gradient: Gradient) -> dict[str, str]:
 
 def _summary(key: tuple[Any, ...], ops: Sequence[Op], regions: dict[int, str]) -> Recomputed:
     primitive, module, source, shape, dtype, pieces = key
-    size = sum(_ops.nbytes(v.aval) for v in ops[0].eqn.outvars)
     count = round(sum(op.times for op in ops))
     return Recomputed(
         primitive=primitive,
@@ -192,7 +191,7 @@ def _summary(key: tuple[Any, ...], ops: Sequence[Op], regions: dict[int, str]) -
         dtype=dtype,
         count=count,
         flops=sum(op.flops for op in ops),
-        bytes=count * size,
+        bytes=round(sum(op.times * op.result_bytes for op in ops)),
         region=regions.get(ops[0].numbers[0], ""),
         cost_known=not any(_ops.unknown_costs(op.eqn) for op in ops),
         pieces=pieces,

@@ -119,7 +119,7 @@ def inspect(
     chips = _OnTargets()
     if names := target_names(target):
         traced = [
-            TracedReading.of(part.gradient, [r for _, r in saved], part.fn, part.args, part.argnums)
+            TracedReading.of(part, [r for _, r in saved])
             for part, saved in zip(parts, kept, strict=True)
         ]
         wrt = argnums if step is None else None
@@ -147,6 +147,7 @@ def inspect(
         if lint.code in _VOID and chips.readings:
             _frames.warn(f"`inspect`: {lint.message}", lint.fix)
     unknown = tuple(u for gradient in gradients for u in _recomputed.unknown_costs(gradient))
+    unplaced = list(dict.fromkeys(name for gradient in gradients for name in gradient.unplaced))
     parameters = [leaf for part in parts for leaf in part.parameters]
     report = Report(
         policy=label or policy_text(policy),
@@ -158,7 +159,7 @@ def inspect(
         memory=chips.memory,
         hlo=chips.hlo,
         readings=chips.readings,
-        notes=tuple(dict.fromkeys(_notes(chips, step, unknown))),
+        notes=tuple(dict.fromkeys(_notes(chips, step, unknown, unplaced))),
         lints=lints,
         unknown_costs=unknown,
         parameters=sum(x.size for x in parameters),
@@ -224,15 +225,18 @@ class _OnTargets:
         }
 
 
-def _notes(chips: _OnTargets, step: Any, unknown: Sequence[UnknownCost]) -> list[str]:
+def _notes(
+    chips: _OnTargets, step: Any, unknown: Sequence[UnknownCost], unplaced: Sequence[str]
+) -> list[str]:
     """Return what the reader must know about the figures of a report."""
     notes = [n for m in chips.memory.values() for n in m.all_notes]
-    partitioned = any(m.devices > 1 for m in chips.memory.values())
-    if partitioned:
+    if any(m.devices > 1 for m in chips.memory.values()):
+        notes.append("the program is partitioned: bytes, FLOPs and times are those of one device")
+    if unplaced:
+        names = ", ".join(unplaced)
         notes.append(
-            "the program is partitioned: bytes and times are those of one device; FLOPs of the "
-            "loss and of what it recomputes are those of all devices together"
-            + (", and so are the bytes of what a step saves" if step is not None else "")
+            f"it is unknown how the devices split {names}: the traced FLOPs and bytes of these "
+            "operations, saved, recomputed or in the loss, are those of all devices together"
         )
     if step is not None:
         notes.append("a training step, with " + "; ".join(str(StepLoss.of(x)) for x in step.losses))

@@ -269,7 +269,10 @@ def _compiler_added(ops: RecomputedOps, origins: Mapping[str, Origin]) -> list[V
 
 
 def natural_residuals(
-    fn: Callable[..., Any], args: Sequence[Any], argnums: int | Sequence[int]
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    argnums: int | Sequence[int],
+    axes: _jax.MappedAxes | None = None,
 ) -> list[Residual] | None:
     """Return what a loss would save without its checkpoint regions.
 
@@ -284,5 +287,5 @@ def natural_residuals(
 
     if _jax.remat3():
         return None
-    gradient = _gradient.trace_gradient(without, args, argnums, call="inspect")
+    gradient = _gradient.trace_gradient(without, args, argnums, call="inspect", axes=axes)
     return _residuals.residuals_of(gradient)

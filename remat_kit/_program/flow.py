@@ -30,6 +30,7 @@ from remat_kit._program import ops as _ops
 from remat_kit._program import paths as _paths
 from remat_kit._program import program as _program
 from remat_kit._program.paths import Path
+from remat_kit._program.shares import Share
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -429,6 +430,11 @@ class Frame:
         """The loop over pieces that the equation around stands in; see `Op.loop`."""
         return None if self.parent is None else _loop_of(self.eqn, self.parent)
 
+    @functools.cached_property
+    def equations(self) -> tuple[Any, ...]:
+        """The equations around, outermost first."""
+        return () if self.parent is None else (*self.parent.equations, self.eqn)
+
     def inside(self, eqn: Any, **changes: Any) -> Frame:
         """Return the frame of the bodies of an equation that stands in this one."""
         return dataclasses.replace(self, parent=self, eqn=eqn, **changes)
@@ -441,6 +447,8 @@ class Op:
     ``kind`` is "equation"; "argument" or "constant" (no inputs); "carry", which reads what a loop
     carries in first and what it carries on; "cond", which reads the index and each branch; or
     "residual", which reads what the forward pass hands to the backward pass.
+
+    ``share`` is what one device does of it, in a program that is partitioned over several.
     """
 
     index: int
@@ -450,6 +458,7 @@ class Op:
     inputs: list[NumberedValue]
     numbers: tuple[int, ...]
     recomputed: bool = False
+    share: Share | None = None
 
     @property
     def primitive(self) -> str:
@@ -488,10 +497,26 @@ class Op:
         """How often it runs."""
         return self.frame.times
 
-    @functools.cached_property
+    @property
     def flops(self) -> float:
-        """Floating-point operations of all its runs."""
+        """Floating-point operations of all its runs, on one device."""
+        part = 1.0 if self.share is None else self.share.work
+        return part * self._whole_flops
+
+    @functools.cached_property
+    def _whole_flops(self) -> float:
         return _ops.flops(self.eqn) * self.frame.times * self.frame.share
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the results of one run, on one device."""
+        shapes = None if self.share is None else self.share.results
+        return _bytes_on_device([v.aval for v in self.eqn.outvars], shapes)
+
+    def operand_bytes(self, position: int) -> int:
+        """Bytes of an operand of one run, on one device."""
+        shapes = None if self.share is None else [self.share.operands[position]]
+        return _bytes_on_device([self.eqn.invars[position].aval], shapes)
 
     @property
     def producer(self) -> Op:
@@ -508,6 +533,15 @@ class Op:
                 return op.inputs[0].origin or op
             op = made[0] if made else op
         return op
+
+
+def _bytes_on_device(avals: Sequence[Any], shapes: Sequence[tuple[int, ...]] | None) -> int:
+    if shapes is None:
+        return sum(map(_ops.nbytes, avals))
+    return sum(
+        _ops.nbytes(jax.ShapeDtypeStruct(shape, aval.dtype) if hasattr(aval, "shape") else aval)
+        for aval, shape in zip(avals, shapes, strict=True)
+    )
 
 
 def _loop_of(eqn: Any, frame: Frame) -> tuple[Path, str] | None:

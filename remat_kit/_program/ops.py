@@ -149,6 +149,7 @@ _FREE = frozenset(
             "random_unwrap",
             "pvary",
             "sharding_constraint",
+            "reshard",
             "stack",
             "unstack",
             "tile",

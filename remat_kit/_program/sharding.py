@@ -30,6 +30,7 @@ import jax
 import jax.extend.core as jec
 
 from remat_kit import _jax
+from remat_kit._program import ops as _ops
 from remat_kit._program.program import Program, flat_program
 
 Shape = tuple[int, ...]
@@ -70,8 +71,22 @@ def _results(
     fn: Callable[..., Sequence[Any]], structs: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[list[ValueShard], dict[str, int]] | None:
     """Return what one device has of each result, and the axes of the mesh."""
+    found = lowered_partitions(fn, structs)
+    if found is None:
+        return None
+    module, shapes = found
+    texts = _jax.propagated_result_shardings(module)
+    if texts is None or len(texts) != len(shapes):
+        return None
+    sizes = _jax.axis_sizes(module)
+    return [shard_of(shape, text, sizes) for shape, text in zip(shapes, texts, strict=True)], sizes
+
+
+def lowered_partitions(
+    fn: Callable[..., Sequence[Any]], structs: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[Any, list[Shape]] | None:
+    """Return a lowered module and the shapes of its results; None if it is not partitioned."""
     traced = jax.jit(fn).trace(*structs)
-    shapes = [tuple(info.shape) for info in traced.out_info]
     lowered = _lowered(traced)
     if lowered is None:
         return None
@@ -80,11 +95,7 @@ def _results(
         return None
     if int(module.operation.attributes["mhlo.num_partitions"]) == 1:
         return None
-    texts = _jax.propagated_result_shardings(module)
-    if texts is None or len(texts) != len(shapes):
-        return None
-    sizes = _jax.axis_sizes(module)
-    return [_shard(shape, text, sizes) for shape, text in zip(shapes, texts, strict=True)], sizes
+    return module, [tuple(info.shape) for info in traced.out_info]
 
 
 def barrier_shardings(
@@ -248,19 +259,18 @@ def _lowered(traced: Any) -> Any:
     return None
 
 
-def _shard(shape: Shape, sharding: str, sizes: dict[str, int]) -> ValueShard:
-    """Return what one device has of an array.
+def shard_of(shape: Shape, sharding: str, sizes: Mapping[str, int]) -> ValueShard:
+    """Return what one device has of an array, from its sharding as Shardy prints it.
 
-    >>> _shard((16, 8), '<@mesh, [{"data", "model"}, {"x":(1)2, ?}]>', {"data": 2, "model": 4})
-    ValueShard(shape=(2, 4), axes=(('data', 'model'), ()))
+    Axes that ``sizes`` does not name split nothing.
+
+    >>> shard_of((16, 8), '<@mesh, [{"data", "model"}, {"x":(1)2, ?}]>', {"data": 2, "x": 4})
+    ValueShard(shape=(8, 4), axes=(('data',), ()))
     """
-    axes = _axes(sharding)
+    axes = [[(name, part) for name, part in parts if name in sizes] for parts in _axes(sharding)]
     if len(axes) != len(shape):
         return ValueShard(shape, ((),) * len(shape))
-    counts = [
-        math.prod(int(part) if part else sizes.get(name, 1) for name, part in parts)
-        for parts in axes
-    ]
+    counts = [math.prod(int(part) if part else sizes[name] for name, part in p) for p in axes]
     named = tuple(tuple(name for name, part in parts if not part) for parts in axes)
     return ValueShard(tuple(-(-n // count) for n, count in zip(shape, counts, strict=True)), named)
 
@@ -282,42 +292,95 @@ class SplitProduct:
 
 
 def split_product(
-    numbers: Any, left: ValueShard, right: ValueShard, out: ValueShard
+    numbers: Any,
+    left: ValueShard,
+    right: ValueShard,
+    out: ValueShard,
+    sizes: Mapping[str, int],
 ) -> SplitProduct:
     """Return how devices compute a matrix product, from the shardings of its values.
 
     An operand is gathered over an axis that splits a dimension of it and another dimension of the
     result. The parameters of fully sharded training are: their rows are split over the axis of
-    the batch.
+    the batch. If an axis splits a contracted dimension, each device has a part of the sum. But if
+    it does not split that of the other operand too, and the operand is smaller than the result,
+    the devices gather the operand instead.
 
     >>> x, w = ValueShard((2, 8), (("data",), ())), ValueShard((2, 6), (("data",), ()))
-    >>> split_product((((1,), (0,)), ((), ())), x, w, ValueShard((2, 6), (("data",), ())))
+    >>> numbers, sizes = (((1,), (0,)), ((), ())), {"data": 4, "model": 4}
+    >>> split_product(numbers, x, w, ValueShard((2, 6), (("data",), ())), sizes)
     SplitProduct(gathers=((), ('data',)), sums=())
     >>> x, w = ValueShard((8, 2), ((), ("model",))), ValueShard((2, 6), (("model",), ()))
-    >>> split_product((((1,), (0,)), ((), ())), x, w, ValueShard((8, 6), ((), ())))
+    >>> split_product(numbers, x, w, ValueShard((8, 6), ((), ())), sizes)
     SplitProduct(gathers=((), ()), sums=('model',))
 
     Args:
         numbers: the ``dimension_numbers`` of the ``dot_general``.
         left, right, out: the operands and the result.
+        sizes: the axes of the mesh.
     """
     contracted, batch = numbers
     used = {axis for names in out.axes for axis in names}
-    sums: dict[str, None] = {}
+    pairs = zip(*contracted, strict=True)
+    added: dict[str, None] = {}
+    for i, j in pairs:
+        for one, other, names in (
+            (left, right.axes[j], left.axes[i]),
+            (right, left.axes[i], right.axes[j]),
+        ):
+            for axis in names:
+                is_large = math.prod(one.shape) * sizes[axis] >= math.prod(out.shape)
+                if axis not in used and (axis in other or is_large):
+                    added[axis] = None
     gathers: list[tuple[str, ...]] = []
     free = len(batch[0])  # the free dimensions of the result, after those of the batch
     for operand, inner, outer in zip((left, right), contracted, batch, strict=True):
         found: dict[str, None] = {}
         for d, names in enumerate(operand.axes):
             if d in inner:
-                sums.update((a, None) for a in names if a not in used)
-                found.update((a, None) for a in names if a in used)
+                found.update((a, None) for a in names if a not in added)
                 continue
             place = outer.index(d) if d in outer else free
             free += d not in outer
             found.update((a, None) for a in names if a not in out.axes[place])
         gathers.append(tuple(found))
-    return SplitProduct((gathers[0], gathers[1]), tuple(sums))
+    return SplitProduct((gathers[0], gathers[1]), tuple(added))
+
+
+def work_share(
+    eqn: Any,
+    shard: Callable[[Any], ValueShard | None],
+    part: Callable[[Any], float],
+    sizes: Mapping[str, int],
+) -> float:
+    """Return the part of an operation's work that one device does.
+
+    For a product these are the parts of its batch, free and contracted dimensions, for a
+    convolution those of its result and of the input channels that are summed over. For another
+    operation it is the part of its largest operand or result.
+
+    Args:
+        eqn: the operation.
+        shard: returns what one device has of an operand or a result, or None if it is whole there.
+        part: returns the part of its bytes that one device has.
+        sizes: the axes of the mesh.
+    """
+    if eqn.primitive.name == "dot_general":
+        left, right, out = (shard(v) for v in (*eqn.invars, *eqn.outvars))
+        parts = 1
+        if left is not None and right is not None and out is not None:
+            numbers = eqn.params["dimension_numbers"]
+            parts = math.prod(
+                sizes[a] for a in split_product(numbers, left, right, out, sizes).sums
+            )
+        return part(eqn.outvars[0]) / parts
+    if eqn.primitive.name == "conv_general_dilated":
+        channels = eqn.params["dimension_numbers"].lhs_spec[1]
+        whole, local = max(1, eqn.invars[0].aval.shape[channels]), shard(eqn.invars[0])
+        return part(eqn.outvars[0]) * (local.shape[channels] / whole if local else 1.0)
+    atoms = [*eqn.invars, *eqn.outvars]
+    largest = max(atoms, key=lambda v: _ops.nbytes(v.aval), default=None)
+    return 1.0 if largest is None else part(largest)
 
 
 def _axes(sharding: str) -> list[list[tuple[str, str]]]:

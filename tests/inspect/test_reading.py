@@ -14,6 +14,7 @@ from remat_kit._chip.compile import compile_program
 from remat_kit._inspect.reading import TracedReading, read
 from remat_kit._inspect.residuals import residuals_of
 from remat_kit._program.steps.gradient import trace_gradient
+from remat_kit._program.steps.losses import LossGradient
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -50,7 +51,7 @@ def test_a_chip_of_ones_own_is_read_with_its_own_figures():
 def test_the_largest_programs_are_read_back_in_seconds(model, size, tmp_path):
     fn, args = load(model).build(**size)
     gradient = trace_gradient(fn, args, 0, call="test")
-    traced = TracedReading.of(gradient, residuals_of(gradient), fn, args, 0)
+    traced = TracedReading.of(LossGradient(gradient, fn, args, 0), residuals_of(gradient))
     compiled = compile_program(fn, args, "cpu")
     begin = time.process_time()  # whatever else the machine does
     reading = read(compiled, [traced])

@@ -13,6 +13,8 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 from jax.extend.core import Primitive
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import remat_kit
 from remat_kit._planner import frontier as _frontier
@@ -241,3 +243,11 @@ def test_the_step_time_of_a_compiled_kernel(flops):
     silent = "counts only the bytes of tpu_custom_call" in str(report)
     assert silent == (flops is None)
     assert (total.flops >= 3e12) == (flops is not None)
+
+
+def test_a_reshard_computes_nothing():
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    x = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=NamedSharding(mesh, P()))
+    with jax.sharding.use_abstract_mesh(mesh):
+        closed = jax.make_jaxpr(lambda x: jax.sharding.reshard(x, P("data")))(x)
+    assert [_ops.flops(e) for e in closed.eqns if e.primitive.name == "reshard"] == [0.0]

@@ -21,7 +21,6 @@ from remat_kit._inspect.lints.scene import (
 from remat_kit._inspect.residuals import Residual
 from remat_kit._policy import selectors as _selectors
 from remat_kit._policy.algebra import Selector
-from remat_kit._program import ops as _ops
 from remat_kit._program import paths as _paths
 from remat_kit._program.flow import FORWARD, Op
 from remat_kit._program.steps.gradient import Gradient
@@ -66,7 +65,7 @@ def _copy(scene: Scene, op: Op, r: Residual) -> _Copy | None:
         read, aval = made.inputs[0], made.eqn.invars[0].aval
         if scene.gradient.flow.numbering.is_constant(read.number):
             return None  # compilers fold constants
-        size = round(_ops.nbytes(aval) * made.times)
+        size = round(made.operand_bytes(0) * made.times)
         lives = scene.lives(read.number)
         candidate = _Copy(r, tuple(dict.fromkeys(names)), str(aval.dtype), size, lives)
         # Outside a loop, compilers read a transposed or reshaped array in place; a loop stacks

@@ -30,7 +30,6 @@ from remat_kit._inspect.lints.scene import (
 )
 from remat_kit._policy import algebra as _algebra
 from remat_kit._policy import selectors as _selectors
-from remat_kit._program import ops as _ops
 from remat_kit._program import paths as _paths
 from remat_kit._program import program as _program
 from remat_kit._program import value as _value
@@ -233,7 +232,7 @@ def cse_undone(scene: Scene) -> Iterator[Lint]:
         return  # every compiler that was asked kept the recomputation
     region, frame = loose[0]
     module = _paths.roll_up(region.module)
-    size = sum(_ops.nbytes(v.aval) for op in ops for v in op.eqn.outvars)
+    size = sum(op.result_bytes for op in ops)
     words = "; ".join(text for is_gone, text in evidence if is_gone)
     message = (
         f"prevent_cse=False on {counted(len(loose), 'region')} outside a loop"

@@ -328,29 +328,14 @@ class _Builder:
         return atom.aval if isinstance(atom, jec.Literal) else self.made[self.index[atom]][0]
 
     def share(self, eqn: Any) -> float:
-        """Return the part of an operation's work that one device does.
-
-        For a product these are the parts of its batch, free and contracted dimensions. For another
-        operation it is the part of its largest operand or result.
-        """
+        """Return the part of an operation's work that one device does."""
         if self.shards is None:
             return 1.0
-        if eqn.primitive.name == "dot_general":
-            found = self.split_product(eqn)
-            parts = 1 if found is None else self.size_of(found.sums)
-            return self.part(eqn.outvars[0]) / parts
-        atoms = [*eqn.invars, *eqn.outvars]
-        largest = max(atoms, key=lambda v: _ops.nbytes(v.aval), default=None)
-        if largest is None:
-            return 1.0
-        part = self.part(largest)
-        if eqn.primitive.name == "conv_general_dilated":
-            # The part of the output, and that of the input channels that are summed over.
-            channels = eqn.params["dimension_numbers"].lhs_spec[1]
-            whole = max(1, eqn.invars[0].aval.shape[channels])
-            local = self.split[eqn.invars[0]].shape if eqn.invars[0] in self.split else ()
-            part = self.part(eqn.outvars[0]) * (local[channels] / whole if local else 1.0)
-        return part
+
+        def shard(atom: Any) -> ValueShard | None:
+            return None if isinstance(atom, jec.Literal) else self.split.get(atom)
+
+        return _sharding.work_share(eqn, shard, self.part, dict(self.axes))
 
     def split_product(self, eqn: Any) -> SplitProduct | None:
         """Return how devices compute a product together; None for other operations."""
@@ -359,7 +344,8 @@ class _Builder:
         if any(isinstance(v, jec.Literal) for v in eqn.invars):
             return None
         left, right, out = (self.split[v] for v in (*eqn.invars, *eqn.outvars))
-        return _sharding.split_product(eqn.params["dimension_numbers"], left, right, out)
+        numbers = eqn.params["dimension_numbers"]
+        return _sharding.split_product(numbers, left, right, out, dict(self.axes))
 
     def size_of(self, axes: Iterable[str]) -> int:
         """Return the number of devices along axes of the mesh."""

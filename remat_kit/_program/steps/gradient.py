@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,8 +23,8 @@ from remat_kit._errors import NotDifferentiableError, UserError
 from remat_kit._frameworks import flax as _flax
 from remat_kit._program import communication as _communication
 from remat_kit._program import ops as _ops
-from remat_kit._program import sharding as _sharding
 from remat_kit._program.flow import BACKWARD, Flow, NumberedValue, Numbering, Op
+from remat_kit._program.shares import Labelled, Shares
 from remat_kit._program.steps import taken as _taken
 
 Argnums = int | Sequence[int] | None
@@ -102,6 +102,8 @@ def partitioned(what: str, devices: int, call: str) -> UserError:
 
 
 def _struct(path: Any, leaf: Any, call: str) -> jax.ShapeDtypeStruct:
+    if _jax.manual_type(leaf):  # an input of a loss inside of a `shard_map`
+        return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
         aval, weak_type = leaf, leaf.weak_type
     else:
@@ -307,6 +309,8 @@ class Gradient:
         names: the names of the arguments, in order.
         shards: of a partitioned program, the shape on one device of the residuals that are split.
         loss: the jaxpr of the loss.
+        unplaced: of a partitioned program, the primitives of operations of which it is unknown
+            what one device does. Their FLOPs and bytes are those of all devices together.
     """
 
     flow: Flow
@@ -320,6 +324,7 @@ class Gradient:
     names: tuple[str, ...]
     shards: Mapping[Op, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     loss: Any = dataclasses.field(default=None, repr=False)
+    unplaced: tuple[str, ...] = ()
 
     def nbytes(self, residual: Op, aval: Any) -> int:
         """Return the bytes of a residual, on each device if it is split over several."""
@@ -338,6 +343,7 @@ def trace_gradient(
     *,
     call: str,
     numbering: Numbering | None = None,
+    axes: _jax.MappedAxes | None = None,
 ) -> Gradient:
     """Trace a loss and its derivative, and number every value.
 
@@ -348,6 +354,8 @@ def trace_gradient(
         call: the public function that errors name.
         numbering: the numbering of another trace with the same arguments, to compare the values of
             the two functions.
+        axes: the axes of the `shard_map` that the loss is inside of. Its shapes are then those on
+            one device of these axes.
 
     Raises:
         NotDifferentiableError, UserError: as `gradient_program` does.
@@ -362,6 +370,7 @@ def trace_gradient(
     _check_inputs(structs, argnums, call)
     fn = _flax.with_known_arguments(fn)
     with (
+        contextlib.nullcontext() if axes is None else axes.opened(),
         _shardings_known(fn, structs, argnums, call),
         _flax.nnx_scopes(),
         _taken.differentiated_later(),
@@ -381,7 +390,7 @@ def trace_gradient(
     one = flow.numbering.constant(np.ones((), loss_aval.dtype), loss_aval)
     inputs = [op.inputs[0]._replace(origin=op) for op, _ in residuals]
     gradients = flow.run(backward, [*inputs, NumberedValue(one, None, 0, False)], BACKWARD)
-    return Gradient(
+    gradient = Gradient(
         flow=flow,
         outputs=outs[:count],
         residuals=residuals,
@@ -391,18 +400,20 @@ def trace_gradient(
         primal=primal,
         primal_live=primal.live(result),
         names=_argument_names(fn, structs),
-        shards=_shards(forward, backward, structs, [op for op, _ in residuals]),
         loss=loss,
     )
+    if axes is not None:
+        return without_shares(gradient) if axes.splits_more else gradient
+    if _partitions(structs, forward) == 1:
+        return gradient
+    return _on_one_device(gradient, forward, backward, structs)
 
 
 def _shardings_known(
     fn: Callable[..., Any], structs: Sequence[Any], argnums: Argnums, call: str
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context in which decorated functions know how their inputs are split."""
-    leaves = jax.tree.leaves(tuple(structs))
-    sizes = [_jax.devices_of(leaf.sharding) for leaf in leaves]
-    if max([*sizes, _jax.context_devices()]) == 1:
+    if _partitions(structs) == 1:
         return contextlib.nullcontext()
 
     def trace() -> Any:
@@ -411,24 +422,76 @@ def _shardings_known(
     return _communication.known_within(trace, lambda traced: traced)
 
 
-def _shards(
-    forward: Any, backward: Any, structs: Sequence[Any], residuals: Sequence[Op]
-) -> dict[Op, tuple[int, ...]]:
-    """Return the shapes of residuals on one device, for those that are split over several."""
+def _partitions(structs: Sequence[Any], *programs: Any) -> int:
+    """Return the devices that programs are partitioned over."""
     leaves = jax.tree.leaves(tuple(structs))
     sizes = [_jax.devices_of(leaf.sharding) for leaf in leaves]
-    if max([*sizes, _jax.context_devices(), _jax.devices_within(forward)]) == 1:
-        return {}
+    return max([*sizes, _jax.context_devices(), *map(_jax.devices_within, programs)])
+
+
+def _on_one_device(
+    gradient: Gradient, forward: Any, backward: Any, structs: Sequence[Any]
+) -> Gradient:
+    """Return a partitioned gradient whose operations and residuals know their parts on one device.
+
+    Shardy splits the values of the whole gradient. An operation of the loss is split as the equal
+    one of the gradient is. Only if there is none, as for a function with a derivative rule of its
+    own, the loss is split on its own.
+    """
+    leaves, count = jax.tree.leaves(tuple(structs)), len(gradient.residuals)
+    labelled = Labelled(forward, backward)
 
     def values(*arrays: Any) -> list[Any]:
-        outs = jec.jaxpr_as_fun(forward)(*arrays)
-        kept = outs[len(outs) - len(residuals) :]
+        first, second = map(jec.jaxpr_as_fun, labelled.labelled)
+        outs = first(*arrays)
+        kept = outs[len(outs) - count :]
         # The backward pass is part of the program whose shardings are propagated.
-        one = jnp.ones((), outs[0].dtype)
-        return [*kept, *jec.jaxpr_as_fun(backward)(*kept, one)]
+        return [*kept, *outs, *second(*kept, jnp.ones((), outs[0].dtype))]
 
-    shapes = _sharding.result_shards(values, leaves) or []
-    return dict(zip(residuals, shapes, strict=False))
+    shares = labelled.shares(values, leaves)
+    if shares is None:
+        return without_shares(gradient)
+    _place(gradient.flow, shares)
+    equal = {op.numbers: op.share for op in gradient.ops() if op.share is not None}
+    for op in gradient.primal.ops:
+        op.share = equal.get(op.numbers) if op.kind == "equation" else None
+    if any(op.share is None and op.flops for op in _equations(gradient.primal_live)):
+        alone = Labelled(gradient.loss)
+        if (own := alone.shares(alone.function, leaves)) is not None:
+            _place(gradient.primal, own)
+    every = [*gradient.ops(), *_equations(gradient.primal_live)]
+    residuals = [op for op, _ in gradient.residuals]
+    return dataclasses.replace(
+        gradient,
+        shards=dict(zip(residuals, shares.results, strict=False)),
+        unplaced=_not_mapped(op for op in every if op.share is None),
+    )
+
+
+def without_shares(gradient: Gradient) -> Gradient:
+    """Return a partitioned gradient of which it is unknown how the devices split its values."""
+    return dataclasses.replace(gradient, unplaced=_not_mapped(gradient.ops()))
+
+
+def _equations(ops: Iterable[Op]) -> Iterator[Op]:
+    return (op for op in ops if op.kind == "equation")
+
+
+def _place(flow: Flow, shares: Shares) -> None:
+    """Give the operations of a program, where they have none, what one device does of them."""
+    for op in _equations(flow.ops):
+        if op.share is None:
+            op.share = shares.of((*op.frame.equations, op.eqn))
+
+
+def _not_mapped(ops: Iterable[Op]) -> tuple[str, ...]:
+    """Return the primitives of operations with FLOPs that are not inside of a `shard_map`."""
+    outside = (
+        op
+        for op in ops
+        if op.flops and not any(e.primitive.name == "shard_map" for e in op.frame.equations)
+    )
+    return tuple(dict.fromkeys(op.primitive for op in outside))
 
 
 def _forward_and_backward(

@@ -22,6 +22,7 @@ Example: a step accumulates the gradient over four parts of its batch in a scan:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -45,7 +46,13 @@ from remat_kit._program.paths import Path
 from remat_kit._program.program import Program, bodies, without_region_boundaries
 from remat_kit._program.steps import taken as _taken
 from remat_kit._program.steps import traced as _traced
-from remat_kit._program.steps.gradient import Argnums, Gradient, abstract, trace_gradient
+from remat_kit._program.steps.gradient import (
+    Argnums,
+    Gradient,
+    abstract,
+    trace_gradient,
+    without_shares,
+)
 from remat_kit._program.steps.traced import CompilableProgram
 
 # -- one loss -------------------------------------------------------------------------------------
@@ -130,7 +137,10 @@ class Loss:
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False))
+        aval.shape,
+        aval.dtype,
+        weak_type=bool(getattr(aval, "weak_type", False)),
+        **_jax.manual_type(aval),
     )
 
 
@@ -552,15 +562,34 @@ def gradients_of(
             hint="give a loss, or a step that calls `jax.grad`, `jax.value_and_grad`, `jax.vjp` or "
             "`nnx.grad`",
         )
+    is_partitioned = devices_of(step, args) > 1
+    if is_partitioned:
+        with contextlib.suppress(UserError):  # then the gradients say that nothing is known
+            step = on_mesh(step, fn, args, donate_argnums, call=call)
     found = []
     for i, loss in enumerate(step.losses):
         numbering = numberings.setdefault(i, Numbering())
         gradient = trace_gradient(
-            loss.function, loss.inputs, loss.argnums, call=call, numbering=numbering
+            loss.function,
+            loss.inputs,
+            loss.argnums,
+            call=call,
+            numbering=numbering,
+            axes=loss.axes,
         )
+        if is_partitioned and not loss.shardings and loss.axes is None:
+            gradient = without_shares(gradient)
         gradient = dataclasses.replace(gradient, names=loss.names)
         found.append(LossGradient(gradient, loss.function, loss.inputs, loss.argnums, loss))
     return step, found
+
+
+def devices_of(step: Step, args: Sequence[Any]) -> int:
+    """Return the devices that a step is partitioned over, 1 if it is not."""
+    traced = step.program.traced
+    given = [_jax.devices_of(getattr(x, "sharding", None)) for x in jax.tree.leaves(tuple(args))]
+    inside = _jax.devices_within(traced.jaxpr)
+    return max([*given, _jax.devices_of_jit(traced), _jax.context_devices(), inside])
 
 
 def _is_step(args: Sequence[Any], step: Step) -> bool:
