@@ -30,6 +30,7 @@ from remat_kit._chip.compile import compile_program
 from remat_kit._inspect.reading import TracedReading, read
 from remat_kit._inspect.residuals import kept_of
 from remat_kit._program.steps.gradient import trace_gradient
+from remat_kit._program.steps.losses import LossGradient
 
 CASES = (
     Case("MLP", "mlp", {}),
@@ -77,7 +78,8 @@ def rows(cases: Sequence[Case], targets: Sequence[str]) -> Iterator[Row]:
 
 def _traced(fn: Any, args: Any) -> tuple[Any, Any, TracedReading]:
     gradient = trace_gradient(fn, args, 0, call="inspect")
-    return fn, args, TracedReading.of(gradient, [r for _, r in kept_of(gradient)], fn, args, 0)
+    kept = [r for _, r in kept_of(gradient)]
+    return fn, args, TracedReading.of(LossGradient(gradient, fn, args, 0), kept)
 
 
 def _row(target: str, fn: Any, args: Any, traced: TracedReading) -> Row:
