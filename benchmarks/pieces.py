@@ -9,6 +9,11 @@ Then it compiles the plan with pieces for the memory of the least plan without.
     python benchmarks/pieces.py --target cpu --json benchmarks/results/pieces_cpu.json
     python benchmarks/pieces.py --target h100 --models gpt12 vgg16
     python benchmarks/pieces.py --merge OTHER.json --json benchmarks/results/pieces_h100.json
+    python benchmarks/pieces.py --longest --target h100 --json longest.json
+
+With ``--longest`` it looks for the longest sequence of a Llama of 1.2 billion parameters whose
+gradient fits on the chip: with each block recomputed, with a plan without pieces, and with one with
+pieces. It doubles the length until it does not fit, and then bisects.
 
 A run that was cut off begins again where it stopped: a model in the file that was taken with the
 same planner and compilers is kept, and compiled programs come from the cache. ``--fresh`` takes all
@@ -58,6 +63,13 @@ SHARES = (0.5, 0.3, 0.2, 0.1)
 LEAST = "least"  # the budget that is the least memory without pieces
 BUDGETS = ("min", *map(str, SHARES), LEAST)
 COMPILES = 2  # for each plan, and up to three more if nothing fits
+
+_SIZE = {"size": "8b", "layers": 16, "width": 2048, "hidden": 8192, "dtype": "bf16", "scan": True}
+LLAMA = Case("Llama 1B in bfloat16, scanned", "llama_nnx", _SIZE)
+SMOKE_LLAMA = Case("Llama, tiny", "llama_nnx", {"size": "tiny", "scan": True})
+SHORTEST = {"llama": 4096, "smoke": 64}
+WAYS = ("blocks", "regions", "pieces")
+FINER = 3  # bisections after the last length that was doubled
 
 Row = dict[str, Any]
 
@@ -146,11 +158,97 @@ def _mib(size: int | None) -> float | None:
     return None if size is None else round(size / MIB, 1)
 
 
+# -- the longest sequence -------------------------------------------------------------------------
+
+
+def fits(case: Case, length: int, way: str, target: str) -> bool:
+    """Tell whether the gradient for one sequence of a length fits on a chip."""
+    sized = Case(case.name, case.module, {**case.size, "batch": 1, "seq": length})
+    loss, args = sized.loss("nothing" if way == "blocks" else "none")
+    if way == "blocks":
+        return bool(remat_kit.measure(loss, *args, target=target).fits)
+    try:
+        plan = remat_kit.plan(loss, *args, budget="fit", target=target, pieces=way == "pieces")
+    except remat_kit.UserError:
+        return False
+    return bool(plan.compiled and plan.compiled.fits)
+
+
+def longest(fitting: Callable[[int], bool], shortest: int) -> int:
+    """Return the longest length that fits, to an eighth of a doubling; 0 if the shortest does not.
+
+    >>> longest(lambda length: length <= 1000, 64), longest(lambda length: length < 10, 64)
+    (960, 0)
+    """
+    if not fitting(shortest):
+        return 0
+    lower = shortest
+    while fitting(2 * lower):
+        lower *= 2
+    step = lower // 2
+    for _ in range(FINER):
+        lower += step if fitting(lower + step) else 0
+        step //= 2
+    return lower
+
+
+def longest_rows(
+    options: Any, given: Sequence[str], old: Mapping[str, Row], tick: Callable[[str], None]
+) -> dict[str, Any]:
+    """Look for the longest sequence of each way, and write the report after each trial."""
+    case = SMOKE_LLAMA if options.smoke else LLAMA
+    shortest = SHORTEST["smoke" if options.smoke else "llama"]
+    wanted = current(case.name, options.memory or options.target)
+    rows = {row["way"]: row for row in old.values() if wanted.items() <= row.items()}
+    report: dict[str, Any] = {}
+    for way in WAYS:
+        row = rows.setdefault(way, {**wanted, "way": way, "trials": {}})
+
+        def fitting(length: int, row: Row = row, way: str = way) -> bool:
+            trials = row["trials"]
+            if str(length) not in trials:
+                tick(f"{way}, {length} tokens")
+                trials[str(length)] = fits(case, length, way, row["target"])
+                _written(options.json, reported_longest(given, rows.values()))
+            return trials[str(length)]
+
+        row["tokens"] = longest(fitting, shortest)
+        report = reported_longest(given, rows.values())
+        _written(options.json, report)
+    return report
+
+
+def reported_longest(given: Sequence[str], rows: Iterable[Row]) -> dict[str, Any]:
+    """Return a report of the longest sequences."""
+    found = sorted(rows, key=lambda row: WAYS.index(row["way"]))
+    return _common.described(__file__, given, [found[0]["versions"]]) | {"longest": found}
+
+
+def rendered_longest(report: Mapping[str, Any]) -> str:
+    """Return a report of the longest sequences in Markdown."""
+    rows = report["longest"]
+    lines = ["| model | chip | plan | tokens | times blocks |", "|---|---|---|---:|---:|"]
+    blocks = next((row.get("tokens") for row in rows if row["way"] == "blocks"), None)
+    for row in rows:
+        tokens = row.get("tokens")
+        share = f"{tokens / blocks:.1f}" if tokens and blocks else ""
+        cells = (row["model"], row["target"], row["way"], f"{tokens:,}" if tokens else "–", share)
+        lines.append("| " + " | ".join(cells) + " |")
+    about = (
+        "Tokens of the longest sequence whose gradient fits, batch 1, without an optimizer, to an "
+        "eighth of a doubling. *blocks* recomputes each block (`nothing`), *regions* is a plan "
+        "without pieces, *pieces* one with them."
+    )
+    return "\n".join([*lines, *_common.ending(report, about)])
+
+
 # -- the report -----------------------------------------------------------------------------------
 
 
 def rendered(report: Mapping[str, Any]) -> str:
     """Return a report in Markdown."""
+    if "longest" in report:
+        return rendered_longest(report)
     side = "MiB | FLOPs | time | model"
     lines = [
         f"| | budget | {side} | with pieces: {side} | segments | pieces |",
@@ -236,7 +334,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--fresh", action="store_true", help="keep no model of the file")
     parser.add_argument("--merge", nargs="+", type=pathlib.Path, default=[], metavar="PATH")
+    parser.add_argument("--longest", action="store_true", help="of a Llama, on the chip")
+    parser.add_argument("--memory", metavar="CHIP", help="for --longest: a chip as h100@40GiB")
     options = parser.parse_args(given)
+    if options.longest:
+        return _longest(options, given)
     cases = SMOKE if options.smoke else {name: CASES[name] for name in options.models}
     shares = SHARES[:1] if options.smoke else SHARES
     rows = {} if options.fresh else earlier(options.json)
@@ -253,6 +355,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     _written(options.json, report)
     print(rendered(report))
     return int(any("error" in row for row in rows.values()))
+
+
+def _longest(options: Any, given: Sequence[str]) -> int:
+    old: dict[str, Row] = {}
+    if options.json is not None and options.json.exists() and options.json.stat().st_size:
+        rows = json.loads(options.json.read_text(encoding="utf-8"))["longest"]
+        old = {row["way"]: row for row in rows}
+    try:
+        print(rendered(longest_rows(options, given, old, _say)))
+    except remat_kit.MissingPluginError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
 
 
 def _take(

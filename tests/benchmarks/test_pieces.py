@@ -1,5 +1,6 @@
 """The table of plans with pieces, at a small size."""
 
+import doctest
 import json
 
 import pieces
@@ -83,3 +84,32 @@ def test_files_are_merged_by_model(tmp_path):
     models = [row["model"] for row in json.loads(path.read_text())["rows"]]
     assert models == ["GPT-12, batch 8", "VGG-16, batch 64"]
     assert "VGG-16, batch 64: with jax 2." in path.with_suffix(".md").read_text()
+
+
+def test_longest_sequence_of_each_way(capsys, monkeypatch, tmp_path):
+    path = tmp_path / "longest.json"
+    most = {"blocks": 100, "regions": 150, "pieces": 1000}
+    asked = []
+
+    def fits(case, length, way, target):
+        asked.append((way, length))
+        return length <= most[way]
+
+    monkeypatch.setattr(pieces, "fits", fits)
+    given = ["--smoke", "--longest", "--json", str(path)]
+    assert pieces.main(given) == 0
+    assert "| Llama, tiny | cpu | pieces | 960 | 10.0 |" in capsys.readouterr().out
+    tokens = {row["way"]: row["tokens"] for row in json.loads(path.read_text())["longest"]}
+    assert tokens == {"blocks": 96, "regions": 144, "pieces": 960}
+    assert len(asked) == len(set(asked))
+    asked.clear()
+    assert pieces.main(given) == 0
+    assert asked == []
+    assert doctest.testmod(pieces).failed == 0
+
+
+def test_whether_a_length_fits():
+    small = pieces.SMOKE_LLAMA
+    for way in pieces.WAYS:
+        assert pieces.fits(small, 64, way, "cpu@64MiB")
+        assert not pieces.fits(small, 64, way, "cpu@100KiB")
