@@ -11,7 +11,7 @@ Then it compiles the plan with pieces for the memory of the least plan without.
     python benchmarks/pieces.py --merge OTHER.json --json benchmarks/results/pieces_h100.json
     python benchmarks/pieces.py --longest --target h100 --json longest.json
 
-With ``--longest`` it looks for the longest sequence of a Llama of 1.2 billion parameters whose
+With ``--longest`` it looks for the longest sequence of a Llama of 1.5 billion parameters whose
 gradient fits on the chip: with each block recomputed, with a plan without pieces, and with one with
 pieces. It doubles the length until it does not fit, and then bisects.
 
@@ -65,7 +65,7 @@ BUDGETS = ("min", *map(str, SHARES), LEAST)
 COMPILES = 2  # for each plan, and up to three more if nothing fits
 
 _SIZE = {"size": "8b", "layers": 16, "width": 2048, "hidden": 8192, "dtype": "bf16", "scan": True}
-LLAMA = Case("Llama 1B in bfloat16, scanned", "llama_nnx", _SIZE)
+LLAMA = Case("Llama, 1.5 billion parameters, bfloat16", "llama_nnx", _SIZE)
 SMOKE_LLAMA = Case("Llama, tiny", "llama_nnx", {"size": "tiny", "scan": True})
 SHORTEST = {"llama": 4096, "smoke": 64}
 WAYS = ("blocks", "regions", "pieces")
