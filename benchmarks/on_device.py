@@ -8,11 +8,16 @@ plans and the memory that its compiler reports. There are four variants of a pro
 (``none``), with each block recomputed as `jax.checkpoint` does (``blocks``), with a plan for half
 of the activations (``half``), and with a plan for the memory of ``blocks`` (``same``).
 
-The second command runs the variants on the device of this machine. Each program runs in a process
-of its own, which reads compiled programs from a cache, so that the allocator's peak contains
-nothing of the compiler's own trials. The variants run in the order of their expected peaks and each
-peak is read after its first step; then they run by turns, and the table shows the medians. Where a
-variant does not raise the allocator's peak, none is shown for it.
+The second command runs the variants on the device of this machine. Each program is compiled in a
+process of its own, ``--jobs`` of them at a time, and then runs in another one, which reads compiled
+programs from a cache, so that the allocator's peak contains nothing of the compiler's own trials.
+The variants run in the order of their expected peaks and each peak is read after its first step;
+then they run by turns, and the table shows the medians. Where a variant does not raise the
+allocator's peak, none is shown for it.
+
+Each row is written as soon as it is there. A run that was cut off goes on with ``--only`` and the
+programs that are missing; the rows of the others are kept if they were taken with the same
+versions. ``--cache`` names a folder for compiled programs, so that they are kept as well.
 
 ``--smoke`` does both at small sizes on the CPU, which reports no allocator's peak.
 """
@@ -152,7 +157,7 @@ def planned(program: Program, target: str, stem: pathlib.Path) -> dict[str, Any]
         found["none"] = _expected(plan.baseline)
         found[variant] = _expected(plan.compiled) | {
             "predicted_bytes": plan.predicted_peak_bytes,
-            "predicted_time_ratio": plan.step_seconds / before,
+            "predicted_time_ratio": round(plan.step_seconds / before, 4),
         }
     if "none" not in found:
         found["none"] = _expected(remat_kit.measure(fn, *args, target=target))
@@ -171,17 +176,29 @@ def _expected(memory: Any) -> dict[str, Any]:
 def plan_all(
     programs: Mapping[str, Program], target: str, folder: pathlib.Path
 ) -> Iterator[tuple[str, str]]:
-    """Plan the programs that the folder does not have yet, and yield each one's name and end."""
+    """Plan the programs that the folder does not have yet, and yield each one's name and end.
+
+    A program that cannot be planned gets a file that says why, and is tried again the next time.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, program in programs.items():
         path = folder / f"{name}.json"
-        if path.exists():
+        if path.exists() and "error" not in expected_of(name, folder):
             yield name, "is there"
             continue
         begun = time.monotonic()
-        found = planned(program, target, folder / name)
+        try:
+            found = planned(program, target, folder / name)
+        except Exception as error:
+            first = str(error).partition("\n")[0]
+            found = {"error": f"{type(error).__name__}: {first}"[:300]}
         path.write_text(json.dumps(found), encoding="utf-8")
-        yield name, f"{time.monotonic() - begun:.0f} s"
+        yield name, found.get("error", f"{time.monotonic() - begun:.0f} s")
+
+
+def expected_of(name: str, folder: pathlib.Path) -> dict[str, Any]:
+    """Return what was found out about a program without the device."""
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
 
 
 # -- on the device --------------------------------------------------------------------------------
@@ -193,7 +210,7 @@ def variants(program: Program, name: str, folder: pathlib.Path) -> dict[str, Any
 
     import remat_kit
 
-    expected = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    expected = expected_of(name, folder)
     there = [v for v in VARIANTS if "peak_bytes" in expected[v]]
     functions = {}
     for variant in sorted(there, key=lambda v: expected[v]["peak_bytes"]):
@@ -207,13 +224,14 @@ def variants(program: Program, name: str, folder: pathlib.Path) -> dict[str, Any
 
 
 def compile_all(programs: Mapping[str, Program], folder: pathlib.Path) -> None:
-    """Compile every variant, several at a time, so that the cache contains them."""
-    lowered = []
+    """Compile every variant, one after the other, so that the cache contains them.
+
+    XLA tries the kernels of an operation once in a process, and the variants share most of them.
+    """
     for name, program in programs.items():
         _, args = program.build("none")
-        lowered += [f.lower(*args) for f in variants(program, name, folder).values()]
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda each: each.compile(), lowered))
+        for function in variants(program, name, folder).values():
+            function.lower(*args).compile()
 
 
 @dataclasses.dataclass
@@ -248,8 +266,9 @@ def run(program: Program, name: str, folder: pathlib.Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     runners: dict[str, Runner] = {}
     highest = 0
-    for variant, function in variants(program, name, folder).items():
-        compiled = function.lower(*args).compile()
+    lowered = {v: f.lower(*args) for v, f in variants(program, name, folder).items()}
+    for variant, each in lowered.items():
+        compiled = each.compile()
         runners[variant] = Runner(compiled, program)
         _, values = runners[variant].once(values)
         peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
@@ -264,14 +283,14 @@ def run(program: Program, name: str, folder: pathlib.Path) -> dict[str, Any]:
         highest = max(highest, peak)
     times = _by_turns(runners, values)
     for variant, seconds in times.items():
-        found[variant] |= {"seconds": statistics.median(seconds), "steps": len(seconds)}
-    for variant, apart in _differences(program, name, folder, args).items():
+        found[variant] |= {"seconds": round(statistics.median(seconds), 6), "steps": len(seconds)}
+    for variant, apart in _differences(runners, program, args).items():
         found[variant]["difference"] = apart
     return {
         "program": name,
         "title": program.case.name,
         "device": device.device_kind,
-        "expected": json.loads((folder / f"{name}.json").read_text(encoding="utf-8")),
+        "expected": expected_of(name, folder),
         "variants": found,
     }
 
@@ -287,19 +306,18 @@ def _by_turns(runners: Mapping[str, Runner], values: tuple[Any, ...]) -> dict[st
 
 
 def _differences(
-    program: Program, name: str, folder: pathlib.Path, args: tuple[Any, ...]
+    runners: Mapping[str, Runner], program: Program, args: tuple[Any, ...]
 ) -> dict[str, float]:
     """Return how far the results of each variant's first step are from those without a policy.
 
     It is the norm of the difference of all gradients, or of all updated parameters, over the norm
-    of the gradients or parameters. JAX's cache of compiled programs makes the second compilation
-    cheap.
+    of the gradients or parameters.
     """
     import jax
     import jax.numpy as jnp
 
-    def gradients(function: Any) -> Any:
-        results = function.lower(*args).compile()(*program.values(args))
+    def gradients(runner: Runner) -> Any:
+        results = runner.call(*program.values(args))
         return results[0] if program.step else results[1]
 
     def norm(tree: Any) -> Any:
@@ -307,12 +325,13 @@ def _differences(
             sum(jnp.sum(jnp.square(x.astype("float32"))) for x in jax.tree.leaves(tree))
         )
 
-    functions = variants(program, name, folder)
-    reference = gradients(functions.pop("none"))
+    reference = gradients(runners["none"])
     apart = {}
-    for variant, function in functions.items():
-        other = gradients(function)
-        apart[variant] = float(norm(jax.tree.map(jnp.subtract, other, reference)) / norm(reference))
+    for variant, runner in runners.items():
+        if variant != "none":
+            other = gradients(runner)
+            difference = norm(jax.tree.map(jnp.subtract, other, reference)) / norm(reference)
+            apart[variant] = float(f"{float(difference):.3g}")
     return apart
 
 
@@ -320,26 +339,39 @@ def _differences(
 
 
 def in_processes(
-    names: Sequence[str], given: Sequence[str], cache: str
+    names: Sequence[str], given: Sequence[str], cache: str, jobs: int
 ) -> Iterator[dict[str, Any]]:
-    """Compile all programs in one process, then run each in one of its own."""
+    """Compile each program in a process, several at a time, then run each in one of its own."""
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
+    # A pool that grows is in parts, and none of them may be as large as the next variant needs.
+    alone = environment | {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
+    }
     command = [sys.executable, __file__, "child", *given]
-    subprocess.run([*command, "--only", *names], env=environment, check=False)
+
+    def compiled(name: str) -> None:
+        subprocess.run([*command, "--only", name], env=environment, check=False)
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(compiled, names))
     for name in names:
         done = subprocess.run(
-            [*command, "--run", name], env=environment, stdout=subprocess.PIPE, check=False
+            [*command, "--run", name], env=alone, capture_output=True, text=True, check=False
         )
-        lines = done.stdout.decode().splitlines()
+        sys.stderr.write(done.stderr)
+        lines = done.stdout.splitlines()
         if done.returncode == 0 and lines:
             yield json.loads(lines[-1])
         else:
-            yield {"program": name, "error": f"the process ended with status {done.returncode}"}
+            last = (done.stderr.strip().splitlines() or ["nothing was printed"])[-1]
+            said = f"the process ended with status {done.returncode}: {last}"
+            yield {"program": name, "error": said[:300]}
 
 
 def rendered(report: Mapping[str, Any]) -> str:
@@ -386,6 +418,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", type=pathlib.Path, help="of the plans")
     parser.add_argument("--target", default="h100", help="the chip to plan for; h100 by default")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these programs alone")
+    parser.add_argument("--jobs", type=int, default=4, help="programs to compile at a time")
+    parser.add_argument("--cache", help="a folder for compiled programs, to be kept")
     parser.add_argument("--run", metavar="NAME", help=argparse.SUPPRESS)
     return parser
 
@@ -410,14 +444,31 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{name}: {end}", file=sys.stderr, flush=True)
         if options.command == "plan":
             return 0
+        report = reported([], given, target)
+        rows = kept(options.json, report["versions"])
         names = [name for name in programs if (folder / f"{name}.json").exists()]
+        failed = {n: found for n in names if "error" in (found := expected_of(n, folder))}
+        rows |= {name: {"program": name, **found} for name, found in failed.items()}
+        names = [name for name in names if name not in failed]
         passed = ["--folder", str(folder), *(["--smoke"] if options.smoke else [])]
-        rows = list(in_processes(names, passed, scratch))
-    report = reported(rows, given, target)
-    print(rendered(report))
+        for row in in_processes(names, passed, options.cache or scratch, options.jobs):
+            rows[row["program"]] = row
+            report = reported([rows[name] for name in known if name in rows], given, target)
+            if options.json is not None:
+                _common.write(options.json, report, rendered(report))
+    report = reported([rows[name] for name in known if name in rows], given, target)
     if options.json is not None:
         _common.write(options.json, report, rendered(report))
-    return 1 if any("error" in row for row in rows) else 0
+    print(rendered(report))
+    return 1 if any("error" in row for row in rows.values()) else 0
+
+
+def kept(path: pathlib.Path | None, versions: Mapping[str, str]) -> dict[str, Any]:
+    """Return the rows of an earlier run with the same versions, by program."""
+    if path is None or not path.exists() or not path.stat().st_size:
+        return {}
+    report = json.loads(path.read_text(encoding="utf-8"))
+    return {r["program"]: r for r in report["rows"]} if report["versions"] == versions else {}
 
 
 def reported(rows: list[dict[str, Any]], given: Sequence[str], target: str) -> dict[str, Any]:

@@ -39,4 +39,32 @@ def test_a_program_that_fails_has_a_row_that_says_so(capfd, tmp_path):
         assert on_device.main(given) == 1
     finally:
         on_device.PROGRAMS = programs
-    assert "the process ended with status" in capfd.readouterr().out
+    assert "the process ended with status 1: KeyError" in capfd.readouterr().out
+
+
+def test_a_program_that_cannot_be_planned_is_tried_again(monkeypatch, tmp_path):
+    def planned(program, target, stem):
+        raise RuntimeError("no plan\nat all")
+
+    monkeypatch.setattr(on_device, "planned", planned)
+    monkeypatch.setattr(on_device, "PROGRAMS", on_device.SMOKE)
+    plans, path = tmp_path / "plans", tmp_path / "t.json"
+    for _ in range(2):
+        ended = list(on_device.plan_all(on_device.SMOKE, "cpu", plans))
+        assert ended == [("mlp", "RuntimeError: no plan"), ("gpt", "RuntimeError: no plan")]
+    given = ["run", "--only", "mlp", "--folder", str(plans), "--json", str(path)]
+    assert on_device.main(given) == 1
+    assert json.loads(path.read_text())["rows"] == [
+        {"program": "mlp", "error": "RuntimeError: no plan"}
+    ]
+    monkeypatch.setattr(on_device, "planned", lambda *_: {"none": {}})
+    assert all(end.endswith(" s") for _, end in on_device.plan_all(on_device.SMOKE, "cpu", plans))
+    assert [e for _, e in on_device.plan_all(on_device.SMOKE, "cpu", plans)] == ["is there"] * 2
+
+
+def test_rows_of_the_same_versions_are_kept(tmp_path):
+    path = tmp_path / "t.json"
+    assert on_device.kept(path, {}) == {}
+    path.write_text(json.dumps({"versions": {"jax": "1"}, "rows": [{"program": "mlp"}]}))
+    assert on_device.kept(path, {"jax": "1"}) == {"mlp": {"program": "mlp"}}
+    assert on_device.kept(path, {"jax": "2"}) == {}
