@@ -262,9 +262,10 @@ def rendered(report: Mapping[str, Any]) -> str:
         "memory of the least plan without pieces. FLOPs are those that are computed more, as a "
         "share of a step of three forward passes; time is the roofline's. The column *model* says "
         "how far the planner's prediction of the peak, arguments and results included, is above "
-        "the compiled one. – stands for a budget that no plan fits."
+        "the compiled one. – stands for a budget that no plan fits. Compiled, not run."
     )
-    return "\n".join([*lines, *_common.ending(report, about), *_mixed(report["rows"])])
+    ending = _common.ending(report, about, compiled_only=False)
+    return "\n".join([*lines, *ending, *_mixed(report["rows"])])
 
 
 def _lines(row: Row) -> Iterator[str]:
@@ -351,7 +352,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except remat_kit.MissingPluginError as error:
             print(error, file=sys.stderr)
             return 2
-    report = reported(given, rows.values())
+    merged = {"--merge", *map(str, options.merge)}  # their rows were taken by the same command
+    report = reported([word for word in given if word not in merged], rows.values())
     _written(options.json, report)
     print(rendered(report))
     return int(any("error" in row for row in rows.values()))
