@@ -115,6 +115,8 @@ class Frontier:
             per block.
         blocks: of a partitioned loss, the schedules that recompute each repeated block as a whole.
             `plan` compiles them too.
+        undivided: with ``pieces=True``, the points without pieces that points with pieces took the
+            place of. `plan` compiles one of them too, because the model may be wrong.
         memory_bytes: the memory of the chip in bytes.
         graph: the cost graph of the loss; of a step with several losses, that of the loss which
             needs most.
@@ -139,6 +141,7 @@ class Frontier:
     graph: CostGraph = dataclasses.field(repr=False)
     others: tuple[Frontier, ...] = dataclasses.field(default=(), repr=False)
     blocks: tuple[Point, ...] = dataclasses.field(default=(), repr=False)
+    undivided: tuple[Point, ...] = dataclasses.field(default=(), repr=False)
     of_step: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -400,7 +403,8 @@ def frontier_of(
     def points(some: Sequence[_proposals.Candidate]) -> tuple[Point, ...]:
         return tuple(_point(graph, c.schedule, c.cost, bounds, worth, around) for c in some)
 
-    every, leaner = points(_proposals.pareto(found, worth)), points(_proposals.leaner(found, worth))
+    whole = every = points(_proposals.pareto(found, worth))
+    leaner = points(_proposals.leaner(found, worth))
     if pieces:
         if _pieces.is_partitioned(graph):
             raise UserError(
@@ -426,6 +430,7 @@ def frontier_of(
         plain=point((Segment(0, len(graph.equations), plain=True),)),
         presets=tuple((name, point(schedule)) for name, schedule in _proposals.presets(graph)),
         blocks=tuple(map(point, blocks)),
+        undivided=tuple(p for p in whole if not any(p is q for q in every)),
         memory_bytes=chip.memory_bytes,
         graph=graph,
     )

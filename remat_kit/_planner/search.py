@@ -231,10 +231,12 @@ class Search:
 
     def __post_init__(self) -> None:
         front = self.frontier
-        self.points = (*front.points, *front.leaner, *front.blocks, front.plain)
+        extra = (*front.blocks, *front.undivided)
+        self.points = (*front.points, *front.leaner, *extra, front.plain)
         self.plain = len(self.points) - 1
-        self.blocks = range(self.plain - len(front.blocks), self.plain)
-        self.leaner = range(len(front.points), self.blocks.start)
+        first = self.plain - len(extra)
+        self.blocks = range(first, first + len(front.blocks))
+        self.leaner = range(len(front.points), first)
 
     def run(self, budget: str | int | float) -> Answer:
         """Compile points for a budget, and return the best compiled one.
@@ -257,6 +259,10 @@ class Search:
                     choice = self.leanest()
                 if choice is None or choice in self.known:
                     break
+                tried[choice] = self.predicted(choice)
+                self.compile(choice)
+            choice = self.without_pieces(budget, limit)
+            if choice is not None:
                 tried[choice] = self.predicted(choice)
                 self.compile(choice)
             while (choice := self.unlike_predicted(limit)) is not None:
@@ -288,6 +294,25 @@ class Search:
             return None
         saved = self.points[self.best(budget, limit)].extra_work - self.points[choice].extra_work
         return choice if saved > _MUCH * self.frontier.forward_seconds else None
+
+    def without_pieces(self, budget: str | int | float, limit: int | None) -> int | None:
+        """Return a point without pieces to compare those with pieces with, or None.
+
+        The model predicts that they need more memory or work. Loops over pieces compile in another
+        way, so the model may be wrong by more than the difference.
+        """
+        fitting = self.fitting(limit)
+        if budget == "free" or not self.has_pieces:
+            return None
+        whole = [p for p, point in enumerate(self.points) if point.graph is None]
+        if limit is None:
+            least = min(whole, key=lambda p: self.points[p].predicted_peak_bytes)
+            return None if least in self.known else least
+        new = [p for p in whole if p not in self.known]
+        work = self.points[self.best(budget, limit)].extra_work if fitting else math.inf
+        new = [p for p in new if self.points[p].predicted_peak_bytes <= limit]
+        choice = min(new, key=lambda p: self.points[p].extra_work, default=None)
+        return choice if choice is not None and self.points[choice].extra_work < work else None
 
     def unlike_predicted(self, limit: int | None) -> int | None:
         """Return a point of a partitioned program that may fit although it should not, or None.

@@ -255,6 +255,7 @@ def together(main: Frontier, others: Sequence[Frontier]) -> Frontier:
         plain=plain(),
         presets=(),
         blocks=tuple(map(joined, main.blocks)),
+        undivided=tuple(map(joined, main.undivided)),
         equations=main.equations + sum(f.equations for f in others),
         forward_seconds=forward,
         backward_seconds=main.backward_seconds + sum(f.backward_seconds for f in others),

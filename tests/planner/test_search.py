@@ -177,14 +177,18 @@ def pretended(monkeypatch, compiled):
         if place not in self.known:
             peak, seconds = compiled(self, place)
             self.known[place] = dataclasses.replace(self.known[self.plain], peak_bytes=peak)
-            self.texts[place], self.seconds[place] = None, self.seconds[self.plain] + seconds
+            self.texts[place] = None
+            if self.plain in self.seconds:
+                self.seconds[place] = self.seconds[self.plain] + seconds
 
     monkeypatch.setattr(_search.Search, "compile", compile)
 
 
-def search_of(fn, args, compiles=5):
+def search_of(fn, args, compiles=5, pieces=False):
     chip = _target.for_arguments("cpu", args, "plan")
-    front, argnums = frontier_for(fn, args, chip, 0, "time", None, False, lambda _: None, "plan")
+    front, argnums = frontier_for(
+        fn, args, chip, 0, "time", None, False, lambda _: None, "plan", pieces
+    )
     return _search.Search(fn, args, argnums, chip, front, compiles, lambda _: None)
 
 
@@ -235,6 +239,27 @@ def test_points_that_the_model_cannot_tell_apart_are_compiled_while_compiles_are
     assert search.unlike_predicted(2 * first.predicted_peak_bytes) == 1
     search.compiles = 1
     assert search.unlike_predicted(2 * first.predicted_peak_bytes) is None
+
+
+@pytest.mark.parametrize("is_least", [True, False])
+def test_plans_with_pieces_are_compared_with_one_without(monkeypatch, is_least):
+    """Those with pieces compile to far more than predicted, and so others are better."""
+
+    def head(ws, x):
+        return loss(ws, x) + jnp.mean(jax.nn.logsumexp(x @ ws[0] @ jnp.ones((48, 256)), axis=-1))
+
+    def compiled(self, place):
+        point = self.points[place]
+        return point.predicted_peak_bytes * (1 if point.graph is None else 10), 0.0
+
+    pretended(monkeypatch, compiled)
+    search = search_of(head, ARGS, compiles=2, pieces=True)
+    search.compile(search.plain)
+    assert search.has_pieces
+    least = min(p.predicted_peak_bytes for p in search_of(head, ARGS).points)
+    found = search.points[search.run("min" if is_least else least).place]
+    assert found.graph is None
+    assert found.predicted_peak_bytes == least
 
 
 def test_a_program_on_one_device_is_not_searched_further():
