@@ -89,8 +89,8 @@ MUTATIONS = (
         "one_constant",
         "Equal blocks share the first one's Python constant: wrong values.",
         "remat_kit/_program/structure.py",
-        "return str(x.aval), repr(x.val) if scalar else _Itself(x.val)",
-        "return str(x.aval), scalar or _Itself(x.val)",
+        "return str(x.aval), repr(x.val) if value.dtype.hasobject else value.tobytes()",
+        "return str(x.aval), True",
         ("tests/contract/test_counterexamples.py::test_blocks_that_differ_in_a_constant",),
     ),
     Mutation(
