@@ -83,25 +83,29 @@ def test_gpt(at: str | None, what: Any) -> None:
     assert program.memory_analysis().temp_size_in_bytes < most
 
 
+def slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("name", "size", "at", "what"),
     [
         ("gpt", {**_GPT, "scan": True}, "*/mlp", pieces(4)),
-        ("gpt", {**_GPT, "dropout": 0.3}, "*/mlp", pieces(4)),
+        slow("gpt", {**_GPT, "dropout": 0.3}, "*/mlp", pieces(4)),
         ("gpt", {**_GPT, "dropout": 0.3}, "*/attn", pieces(8, axis=2)),
         ("gpt_nnx", _GPT, "*/mlp", pieces(4)),
         ("gpt_nnx", {**_GPT, "dropout": 0.3}, "*/attn", pieces(4, axis=1)),
         ("vgg", {"image": 32, "batch": 4, "width": 4, "hidden": 16}, "*/block_0", pieces(4)),
-        ("vgg", {"image": 32, "batch": 4, "width": 4, "hidden": 16}, None, pieces(4)),
+        slow("vgg", {"image": 32, "batch": 4, "width": 4, "hidden": 16}, None, pieces(4)),
         (
             "llama_nnx",
             {"size": "tiny", "batch": 2, "seq": 32, "layers": 2},
             "*/mlp",
             pieces(8, axis=1),
         ),
-        ("bert", {"size": "tiny", "batch": 4}, "*/block_*", pieces(4)),
-        ("vit", {"size": "tiny", "batch": 4}, "*/block_*", pieces(4)),
-        ("lstm", {"batch": 4}, None, pieces(4)),
+        slow("bert", {"size": "tiny", "batch": 4}, "*/block_*", pieces(4)),
+        slow("vit", {"size": "tiny", "batch": 4}, "*/block_*", pieces(4)),
+        slow("lstm", {"batch": 4}, None, pieces(4)),
     ],
     ids=str,
 )

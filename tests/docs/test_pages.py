@@ -19,6 +19,7 @@ SLOW = {
     "howto/budget.md",
     "howto/does_not_fit.md",
     "howto/other_chip.md",
+    "howto/pieces.md",
 }
 
 
