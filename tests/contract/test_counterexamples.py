@@ -521,16 +521,17 @@ for _loop, _body in (("accumulated", "atan2"), ("nested_scan", "abs"), ("scan", 
         Program(((Op(_loop, b=0, body=(Op(_body, b=0),)),),), outputs=(0,), rows=0),
         Application("plan:0"),
     )
-FOUND["a product of complex numbers in a loop"] = Case(
-    Program(
-        ((Op("map", b=0, body=(Op("add", b=0), Op("prod", b=0))), Op("barrier", b=2)),),
-        dtype="complex64",
-    ),
-    Application("dots"),
-    "gradient of one",
-    "traced",
-    ("jax_remat3",),
-)
+if jax.__version_info__ >= (0, 11):  # before, `jax.checkpoint` gives other digits too
+    FOUND["a product of complex numbers in a loop"] = Case(
+        Program(
+            ((Op("map", b=0, body=(Op("add", b=0), Op("prod", b=0))), Op("barrier", b=2)),),
+            dtype="complex64",
+        ),
+        Application("dots"),
+        "gradient of one",
+        "traced",
+        ("jax_remat3",),
+    )
 FOUND["a plan of a program with an array of NumPy"] = Case(
     Program(((Op("array_constant", b=0),),), outputs=(0,), used=(0,)), Application("plan:0")
 )
