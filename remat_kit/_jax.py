@@ -1904,6 +1904,12 @@ def context_devices() -> int:
     return max(1, int(jax.sharding.get_abstract_mesh().size))
 
 
+def devices_of_arguments(args: Any) -> int:
+    """Return the most devices that the shardings of arguments and `jax.set_mesh` name, or 1."""
+    given = (devices_of(getattr(x, "sharding", None)) for x in jax.tree.leaves(args))
+    return max(context_devices(), *given, 1)
+
+
 def devices_within(closed: Any, *, shardings: bool = True) -> int:
     """Return the most devices that a sharding, a mesh or a captured array of a program names.
 

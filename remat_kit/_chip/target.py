@@ -205,8 +205,7 @@ def for_arguments(name: str | Target, args: Any, call: str) -> Target:
         UserError: as `for_devices` does.
     """
     chip = target(name)
-    devices = [_jax.devices_of(getattr(x, "sharding", None)) for x in jax.tree.leaves(args)]
-    most = max([_jax.context_devices(), *devices])
+    most = _jax.devices_of_arguments(args)
     return chip if most == 1 else for_devices(chip, most, call)
 
 

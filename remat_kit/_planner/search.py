@@ -201,7 +201,8 @@ class Search:
             a step, ``argnums`` is None.
         chip: the chip to compile for.
         frontier: the frontier whose points may be chosen; the program without a plan is one too.
-        compiles: maximum number of programs to compile for each budget.
+        compiles: number of programs to compile for each budget, unless `run` has a reason to
+            compile more.
         tick: called with a description of the program that is compiled next.
         optimizer: the optimizer of the whole training step, or None to compile the gradients alone.
         decorated: returns the program with a plan; by default the plan is applied to ``fn``.
@@ -296,23 +297,28 @@ class Search:
         return choice if saved > _MUCH * self.frontier.forward_seconds else None
 
     def without_pieces(self, budget: str | int | float, limit: int | None) -> int | None:
-        """Return a point without pieces to compare those with pieces with, or None.
+        """Return the most promising point without pieces if it should be compiled, or None.
 
-        The model predicts that they need more memory or work. Loops over pieces compile in another
-        way, so the model may be wrong by more than the difference.
+        The model predicts that each point without pieces needs more memory or more work than one
+        with pieces. Loops over pieces compile in another way, so the model may be wrong by more
+        than the difference.
         """
-        fitting = self.fitting(limit)
         if budget == "free" or not self.has_pieces:
             return None
-        whole = [p for p, point in enumerate(self.points) if point.graph is None]
+        points = self.points
+        whole = [p for p, point in enumerate(points) if point.graph is None]
         if limit is None:
-            least = min(whole, key=lambda p: self.points[p].predicted_peak_bytes)
+            least = min(whole, key=lambda p: points[p].predicted_peak_bytes)
             return None if least in self.known else least
-        new = [p for p in whole if p not in self.known]
-        work = self.points[self.best(budget, limit)].extra_work if fitting else math.inf
-        new = [p for p in new if self.points[p].predicted_peak_bytes <= limit]
-        choice = min(new, key=lambda p: self.points[p].extra_work, default=None)
-        return choice if choice is not None and self.points[choice].extra_work < work else None
+        most = points[self.best(budget, limit)].extra_work if self.fitting(limit) else math.inf
+        better = [
+            p
+            for p in whole
+            if p not in self.known
+            and points[p].predicted_peak_bytes <= limit
+            and points[p].extra_work < most
+        ]
+        return min(better, key=lambda p: points[p].extra_work, default=None)
 
     def unlike_predicted(self, limit: int | None) -> int | None:
         """Return a point of a partitioned program that may fit although it should not, or None.

@@ -184,8 +184,10 @@ def _share(
     look(eqn.outvars, [a for o in reversed(chosen) for a in o.results])
 
     def part(atom: Any) -> float:
-        shape = tuple(getattr(atom.aval, "shape", ()))
-        return math.prod(known[id(atom)].shape) / math.prod(shape) if id(atom) in known else 1.0
+        whole = math.prod(getattr(atom.aval, "shape", ()))
+        if id(atom) not in known or not whole:  # an array with a dimension of 0 needs no work
+            return 1.0
+        return math.prod(known[id(atom)].shape) / whole
 
     work = _sharding.work_share(eqn, lambda atom: known.get(id(atom)), part, free)
 

@@ -396,11 +396,13 @@ class Case:
                         raise
                     # There the value of a region is the one that JAX's derivative computes.
                     # That of `cumlogsumexp`, for one, adds up in another order.
-                    if "prod" in self.program.names():
-                        # Its derivative has a derivative that computes the value once more.
-                        self.compare(expected, got, bitwise=False)
-                    else:
+                    try:
                         self.compare(self.run(differentiated(fn), args), got, bitwise)
+                    except AssertionError:
+                        # The derivative of the derivative of `prod` computes the value once more.
+                        if "prod" not in self.program.names():
+                            raise
+                        self.compare(expected, got, bitwise=False)
                     return True
                 return False
         return True

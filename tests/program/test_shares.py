@@ -62,6 +62,13 @@ def test_inside_of_shard_map_a_device_does_the_work_of_its_shapes():
     assert (inside, outside) == (1.0, 1 / 4)
 
 
+def test_a_program_may_have_arrays_without_elements():
+    args = struct(8, 8, spec=P("data")), struct(0, 8)
+    closed = jax.make_jaxpr(lambda x, empty: jnp.sum(empty @ x) + jnp.sum(x @ x))(*args)
+    _, product = products(closed, *args)
+    assert product == 1 / 4
+
+
 def test_a_program_for_one_device_has_no_shares():
     x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
     labelled = Labelled(jax.make_jaxpr(jnp.dot)(x, x))

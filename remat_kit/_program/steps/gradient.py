@@ -170,7 +170,7 @@ def _check_argument(position: int, struct: Any, call: str) -> None:
         raise NotDifferentiableError(
             f"`{call}`: {where} is {leaf.dtype}{list(leaf.shape)}; only floating-point values have "
             "a gradient here",
-            hint=_OF_A_MODULE if _is_nnx(struct) else _OF_INTEGERS,
+            hint=_OF_A_MODULE if _flax.is_nnx(struct) else _OF_INTEGERS,
         )
 
 
@@ -179,13 +179,9 @@ _OF_INTEGERS = (
     "integers (labels, steps, keys) as another argument"
 )
 _OF_A_MODULE = (
-    "`jax.grad` takes all values of a module, also its random streams; pass a step that calls "
-    "`nnx.value_and_grad` instead of the loss, which takes the parameters alone"
+    "the gradient of an NNX module is that of all its values, its random streams too. "
+    "`nnx.value_and_grad` takes that of its parameters alone: pass a step that calls it"
 )
-
-
-def _is_nnx(value: Any) -> bool:
-    return any(c.__module__.startswith("flax.nnx") for c in type(value).__mro__)
 
 
 def _check_result(result: Any, call: str) -> bool:
@@ -404,7 +400,7 @@ def trace_gradient(
     )
     if axes is not None:
         return without_shares(gradient) if axes.splits_more else gradient
-    if _partitions(structs, forward) == 1:
+    if max(_jax.devices_of_arguments(tuple(structs)), _jax.devices_within(forward)) == 1:
         return gradient
     return _on_one_device(gradient, forward, backward, structs)
 
@@ -413,20 +409,13 @@ def _shardings_known(
     fn: Callable[..., Any], structs: Sequence[Any], argnums: Argnums, call: str
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context in which decorated functions know how their inputs are split."""
-    if _partitions(structs) == 1:
+    if _jax.devices_of_arguments(tuple(structs)) == 1:
         return contextlib.nullcontext()
 
     def trace() -> Any:
         return jax.jit(gradient_program(fn, structs, argnums, call=call)).trace(*structs)
 
     return _communication.known_within(trace, lambda traced: traced)
-
-
-def _partitions(structs: Sequence[Any], *programs: Any) -> int:
-    """Return the devices that programs are partitioned over."""
-    leaves = jax.tree.leaves(tuple(structs))
-    sizes = [_jax.devices_of(leaf.sharding) for leaf in leaves]
-    return max([*sizes, _jax.context_devices(), *map(_jax.devices_within, programs)])
 
 
 def _on_one_device(

@@ -587,9 +587,8 @@ def gradients_of(
 def devices_of(step: Step, args: Sequence[Any]) -> int:
     """Return the devices that a step is partitioned over, 1 if it is not."""
     traced = step.program.traced
-    given = [_jax.devices_of(getattr(x, "sharding", None)) for x in jax.tree.leaves(tuple(args))]
-    inside = _jax.devices_within(traced.jaxpr)
-    return max([*given, _jax.devices_of_jit(traced), _jax.context_devices(), inside])
+    given, inside = _jax.devices_of_arguments(tuple(args)), _jax.devices_within(traced.jaxpr)
+    return max(given, inside, _jax.devices_of_jit(traced))
 
 
 def _is_step(args: Sequence[Any], step: Step) -> bool:

@@ -108,12 +108,9 @@ def trace(
 
 def _is_split(fn: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Tell whether XLA may partition a program: its arguments or its own jit may say so."""
-    leaves = jax.tree.leaves(_flax.arrays_of(tuple(args)))
-    sizes = [_jax.devices_of(getattr(leaf, "sharding", None)) for leaf in leaves]
     inner = getattr(fn, STEP, None)
-    return max([*sizes, _jax.context_devices()]) > 1 or _jax.is_jitted(
-        fn if inner is None else inner.fn
-    )
+    devices = _jax.devices_of_arguments(_flax.arrays_of(tuple(args)))
+    return devices > 1 or _jax.is_jitted(fn if inner is None else inner.fn)
 
 
 def _trace_once(
