@@ -153,7 +153,7 @@ def planned(program: Program, target: str, stem: pathlib.Path) -> dict[str, Any]
         assert plan.point is not None
         assert plan.step_seconds is not None
         assert plan.predicted_peak_bytes is not None
-        before = plan.step_seconds - plan.point.extra_seconds
+        before = plan.step_seconds - plan.extra_seconds
         found["none"] = _expected(plan.baseline)
         found[variant] = _expected(plan.compiled) | {
             "predicted_bytes": plan.predicted_peak_bytes,

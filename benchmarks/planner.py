@@ -211,7 +211,7 @@ def first_prediction(points: Sequence[Mapping[str, Any]], plan: Mapping[str, Any
     found = [
         point["predicted_peak_bytes"]
         for point in points
-        if point["extra_seconds"] == plan["extra_seconds"]
+        if point["extra_work"] == plan["extra_work"]
         and point["extra_flops_fraction"] == plan["extra_flops_fraction"]
     ]
     return found[0] if len(found) == 1 else None

@@ -87,7 +87,7 @@ def described(
     """Put a plan's prediction beside the times of the pairs."""
     point = plan.point
     assert point is not None
-    before = plan.step_seconds - point.extra_seconds
+    before = plan.step_seconds - plan.extra_seconds
     ratios = [planned.wall / plain.wall for plain, planned in times]
     medians = {
         f"{which}_{of}seconds": statistics.median(getattr(pair[number], field) for pair in times)

@@ -275,9 +275,14 @@ def _label(name: str) -> str:
     return text
 
 
-@functools.lru_cache
 def _keeping(depth: int) -> Any:
     """Return the policy of a region around regions: save what it or a region around it saves."""
+    return _keeping_under(depth, _jax.remat3())
+
+
+@functools.lru_cache
+def _keeping_under(depth: int, remat3: bool) -> Any:
+    del remat3  # part of the key: on jax 0.10.2 the flag decides what `keep_names` returns
     labels = [_label(_name(what, d)) for what in (_KEPT, _MOVED) for d in range(depth + 1)]
 
     def keep(prim: Any, /, *avals: Any, **params: Any) -> Any:

@@ -93,7 +93,7 @@ class Diagnosis(Shown):
             return _headline.compiled_headline(
                 [_headline.Case(_headline.NO_POLICY, self.memory, reading=reading)], held=held
             )
-        extra = self.plan.point.extra_seconds if self.plan.point else 0.0
+        extra = self.plan.extra_seconds
         return _headline.doctor_headline(
             self.memory, held, self.plan.compiled, self.plan.step_seconds, extra
         )

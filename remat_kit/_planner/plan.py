@@ -96,7 +96,11 @@ class Plan(Planned):
         minimum_bytes: the lowest peak that the planner knows of. It is the compiled peak if that
             schedule was compiled, and otherwise the predicted one.
         point: the predicted figures of the schedule.
-        step_seconds: roofline time of the step, without the optimizer's update.
+        step_seconds: roofline time of the step, without the optimizer's update. For a program that
+            is partitioned over several devices it is that of the compiled program on one device,
+            with the collectives that it waits for.
+        extra_seconds: how much longer the step takes than without a plan, by the same roofline. It
+            is negative if the compiled program of a plan is the faster one.
         peak_phase: the phase in which the compiled program has its peak: ``"forward"``,
             ``"recompute"``, ``"backward"`` or ``"update"``; "" if the compiler returned no program.
         tried: number of programs that were compiled.
@@ -113,6 +117,7 @@ class Plan(Planned):
     minimum_bytes: int = dataclasses.field(default=0, compare=False)
     point: Point | None = dataclasses.field(default=None, compare=False)
     step_seconds: float = dataclasses.field(default=0.0, compare=False)
+    extra_seconds: float = dataclasses.field(default=0.0, compare=False)
     peak_phase: str = dataclasses.field(default="", compare=False)
     tried: int = dataclasses.field(default=0, compare=False)
     modules: tuple[ModulePlan, ...] = dataclasses.field(default=(), compare=False)
@@ -135,7 +140,7 @@ class Plan(Planned):
 
         if self.baseline is None or self.compiled is None or self.point is None:
             return str(self)
-        extra = self.point.extra_seconds
+        extra = self.extra_seconds
         return plan_headline(
             self.baseline, self.compiled, self.step_seconds, extra, self.peak_phase
         )
@@ -154,7 +159,7 @@ class Plan(Planned):
             "baseline_temp_bytes": temporaries(self.baseline) if self.baseline else None,
             "extra_flops_fraction": self.point.extra_flops_fraction if self.point else None,
             "objective": self.objective,
-            "extra_seconds": self.point.extra_seconds if self.point else None,
+            "extra_seconds": self.extra_seconds if self.point else None,
             "extra_work": self.point.extra_work if self.point else None,
             "bound_extra_seconds": self.point.bound_extra_seconds if self.point else None,
             "bound_extra_work": self.point.bound_extra_work if self.point else None,
@@ -397,6 +402,15 @@ def plan(
     return answered(search, search.run(wanted))
 
 
+def _seconds(search: Search, place: int) -> tuple[float, float]:
+    """Return the time of a step without a plan, and what a point adds to it."""
+    compiled = search.seconds
+    if search.plain in compiled and place in compiled:
+        return compiled[search.plain], compiled[place] - compiled[search.plain]
+    front = search.frontier
+    return front.forward_seconds + front.backward_seconds, search.points[place].extra_seconds
+
+
 def answered(search: Search, answer: Answer) -> Plan:
     """Return the plan for the answer of a search."""
     front, point = search.frontier, search.points[answer.place]
@@ -412,7 +426,7 @@ def answered(search: Search, answer: Answer) -> Plan:
             _by_module(f.graph_of(p), p.schedule), _by_module(f.graph, f.plain.schedule)
         )
     )
-    step = front.forward_seconds + front.backward_seconds
+    step, extra = _seconds(search, answer.place)
     return Plan(
         program=policy.program,
         lines=policy.lines,
@@ -425,7 +439,8 @@ def answered(search: Search, answer: Answer) -> Plan:
         baseline=search.known[search.plain],
         minimum_bytes=least,
         point=point,
-        step_seconds=step + point.extra_seconds,
+        step_seconds=step + extra,
+        extra_seconds=extra,
         peak_phase=phase,
         tried=len(search.known),
         modules=modules,

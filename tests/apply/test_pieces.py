@@ -90,14 +90,14 @@ def slow(*case: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "size", "at", "what"),
     [
-        ("gpt", {**_GPT, "scan": True}, "*/mlp", pieces(4)),
+        slow("gpt", {**_GPT, "scan": True}, "*/mlp", pieces(4)),
         slow("gpt", {**_GPT, "dropout": 0.3}, "*/mlp", pieces(4)),
         ("gpt", {**_GPT, "dropout": 0.3}, "*/attn", pieces(8, axis=2)),
         ("gpt_nnx", _GPT, "*/mlp", pieces(4)),
         ("gpt_nnx", {**_GPT, "dropout": 0.3}, "*/attn", pieces(4, axis=1)),
-        ("vgg", {"image": 32, "batch": 4, "width": 4, "hidden": 16}, "*/block_0", pieces(4)),
+        slow("vgg", {"image": 32, "batch": 4, "width": 4, "hidden": 16}, "*/block_0", pieces(4)),
         slow("vgg", {"image": 32, "batch": 4, "width": 4, "hidden": 16}, None, pieces(4)),
-        (
+        slow(
             "llama_nnx",
             {"size": "tiny", "batch": 2, "seq": 32, "layers": 2},
             "*/mlp",

@@ -12,6 +12,7 @@ from shapes import struct
 from zoo import load
 
 import remat_kit
+from remat_kit._apply import run_schedule as _run_schedule
 from remat_kit._planner import frontier as _frontier
 from remat_kit._planner.costs.simulate import simulate
 from remat_kit._policy import schedule as _schedule
@@ -24,8 +25,12 @@ def products_of(jaxpr):
     return sum(e.primitive.name == "dot_general" for e in jaxpr.eqns) + sum(inner)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_what_a_region_inside_of_others_keeps_and_hands_on_is_not_made_again(depth):
+def around(depth, kept="dot_general"):
+    """Return the gradient of a program with two regions inside of ``depth`` others.
+
+    The outer regions and the first inner one keep the second result of the primitive ``kept``.
+    """
+
     def loss(ws, x):
         for w in ws:
             x = jnp.tanh(x @ w)
@@ -34,15 +39,30 @@ def test_what_a_region_inside_of_others_keeps_and_hands_on_is_not_made_again(dep
     args = [struct(16, 16)] * 4, struct(64, 16)
     graph = remat_kit.frontier(loss, *args).graph
     n = len(graph.equations)
-    second = [e for e in graph.equations if e.primitive == "dot_general"][1]
+    second = [e for e in graph.equations if e.primitive == kept][1]
     stop = second.index + 1
     parts = Segment(0, stop, save=frozenset(second.makes)), Segment(stop, n)
     for _ in range(depth):
         parts = (Segment(0, n, save=frozenset(second.makes), inside=parts),)
     planned = remat_kit.policy(_frontier.policy_of(graph, parts))(loss)
-    gradient = jax.make_jaxpr(jax.grad(planned))(*args)
+    return jax.make_jaxpr(jax.grad(planned))(*args)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_what_a_region_inside_of_others_keeps_and_hands_on_is_not_made_again(depth):
     # Four of the loss, one of which is to be made again in either region, and two for each.
-    assert products_of(gradient.jaxpr) == 14
+    assert products_of(around(depth).jaxpr) == 14
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_region_does_what_it_says_after_a_trace_with_the_other_implementation(depth):
+    _run_schedule._keeping_under.cache_clear()
+    jax.config.update("jax_remat3", True)
+    try:
+        around(depth, "tanh")
+    finally:
+        jax.config.update("jax_remat3", False)
+    assert products_of(around(depth, "tanh").jaxpr) == 14
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import data_parallel
 import numpy as np
+import pytest
 
 
+@pytest.mark.slow
 def test_recomputation_on_eight_devices_changes_no_loss(tmp_path):
     """A process of its own, because this one has another number of devices."""
     path = tmp_path / "data_parallel.json"

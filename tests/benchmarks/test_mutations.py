@@ -36,6 +36,7 @@ def test_double():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("new", "verdict"), [("3 * x", "noticed"), ("x * 2", "not noticed")], ids=["wrong", "equal"]
 )

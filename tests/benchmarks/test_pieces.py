@@ -9,6 +9,7 @@ import pytest
 import remat_kit
 
 
+@pytest.mark.slow
 def test_smoke_run_is_kept(capsys, monkeypatch, tmp_path):
     path = tmp_path / "table.json"
     given = ["--smoke", "--json", str(path)]
@@ -108,6 +109,7 @@ def test_longest_sequence_of_each_way(capsys, monkeypatch, tmp_path):
     assert doctest.testmod(pieces).failed == 0
 
 
+@pytest.mark.slow
 def test_whether_a_length_fits():
     small = pieces.SMOKE_LLAMA
     for way in pieces.WAYS:

@@ -38,6 +38,7 @@ def plan(budget, peak):
         "extra_flops_fraction": 0.5,
         "extra_products_fraction": 0.75,
         "extra_seconds": 0.5,
+        "extra_work": 0.5,
         "bound_extra_work": 0.25,
         "gap": 0.125,
         "policy": "planned(...)",

@@ -7,6 +7,7 @@ import pytest
 import scale
 
 
+@pytest.mark.slow
 def test_each_program_is_planned_in_a_process_of_its_own(tmp_path, capsys):
     path = tmp_path / "scale.json"
     assert scale.main(["--smoke", "--json", str(path)]) == 0

@@ -170,7 +170,12 @@ def terminal(monkeypatch):
     return terminal
 
 
-@pytest.mark.parametrize("name", CAPTURED)
+_LONG = ("fit", "frontier", "max-batch", "plan")  # take several seconds each
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in _LONG else []) for n in CAPTURED]
+)
 def test_a_terminal_breaks_no_word(terminal, run, monkeypatch, name):
     argv = CAPTURED[name]
     monkeypatch.chdir(ROOT)

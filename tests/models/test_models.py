@@ -200,10 +200,13 @@ def test_materialized_arguments_have_the_same_shapes_and_depend_on_the_seed(modu
 
 
 # Scanned layers without dropout are held against unrolled ones, gradients too, further below.
+_LARGE = ("resnet-18", "gpt-dropout-bf16", "gpt_nnx-dropout-scan")
+
+
 @pytest.mark.parametrize(
     ("module", "size"),
     [
-        pytest.param(*v.values, id=v.id, marks=pytest.mark.slow if v.id == "resnet-18" else [])
+        pytest.param(*v.values, id=v.id, marks=pytest.mark.slow if v.id in _LARGE else [])
         for v in VARIANTS
         if v.id not in ("gpt-scan", "gpt_nnx-scan")
     ],

@@ -281,6 +281,8 @@ def test_a_plan_is_no_slower_than_recomputing_each_block_in_the_same_memory():
     planned_peak, planned_seconds = figures(remat_kit.policy(plan)(blocks))
     assert planned_peak <= peak
     assert planned_seconds <= seconds
+    assert plan.step_seconds == pytest.approx(planned_seconds)
+    assert plan.step_seconds - plan.extra_seconds == pytest.approx(figures(blocks)[1])
 
 
 # -- what fits --------------------------------------------------------------------------------

@@ -75,7 +75,10 @@ def test_the_loop_is_computed_again():
     assert 0.98 * loop.flops < loop.again_flops < loop.flops
 
 
-@pytest.mark.parametrize("at", ["*/mlp", "*/attn", "*/block_*", None])
+@pytest.mark.parametrize(
+    "at",
+    ["*/mlp", *(pytest.param(at, marks=pytest.mark.slow) for at in ("*/attn", "*/block_*", None))],
+)
 def test_estimate_prices_the_pieces_of_a_policy(at):
     """FLOPs as the report counts them, and bytes as the compiler needs them."""
     size = {"layers": 2, "width": 64, "heads": 4, "vocab": 4096, "seq": 128, "batch": 8}

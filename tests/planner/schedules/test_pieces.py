@@ -163,6 +163,7 @@ def test_a_program_without_segments_to_divide():
         plan(small, *args, budget="min", pieces=True)
 
 
+@pytest.mark.slow
 def test_a_batch_that_fits():
     def build(batch=8):
         w = jax.ShapeDtypeStruct((16, 4096), jnp.float32)
@@ -217,6 +218,7 @@ def test_no_floor_is_named_where_no_axis_can_be_divided():
     assert pieces.floor(graph, target("cpu")) is None
 
 
+@pytest.mark.slow
 def test_a_least_plan_and_an_error_without_pieces_name_the_floor():
     fn, args = load("gpt").build(**LOGITS)
     least = plan(fn, *args, budget="min", compiles=2)
