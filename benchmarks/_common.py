@@ -154,6 +154,8 @@ def write_json(path: pathlib.Path, report: Mapping[str, Any]) -> None:
 def as_text(report: Mapping[str, Any]) -> str:
     """Return a report as JSON: a line for each entry and for each row, without spaces.
 
+    Numbers that are not integers have eight significant digits.
+
     >>> print(as_text({"date": "today", "rows": [{"a": 1}, {"a": 2}]}), end="")
     {"date":"today",
     "rows":[
@@ -169,7 +171,15 @@ def as_text(report: Mapping[str, Any]) -> str:
 
 
 def _compact(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(_rounded(value), ensure_ascii=False, separators=(",", ":"))
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(v) for v in value]
+    return float(f"{value:.8g}") if isinstance(value, float) else value
 
 
 def without(value: Any, *keys: str) -> Any:

@@ -484,12 +484,17 @@ def repeated_blocks(graph: CostGraph) -> Iterator[Schedule[int]]:
     """Yield the schedules with one region for each repeated block, which saves nothing.
 
     A block is the outermost module whose name ends in a number, as in ``GPT/block_3``, or an
-    iteration of a scan. In the first schedule, everything else has no region, as if the model
-    applied the policy ``nothing`` to its blocks. In the second one the first block's region begins
-    with the program, and the other modules are in regions too. There is none if the program repeats
-    no block.
+    iteration of a scan. In a program without such modules, as those of Flax NNX mostly are, it is
+    one of several equal sequences of equations (`equal_parts`). In the first schedule, everything
+    else has no region, as if the model applied the policy ``nothing`` to its blocks. In the second
+    one the first block's region begins with the program, and the other modules are in regions too.
+    There is none if the program repeats no block.
     """
     inside = [_paths.outermost_block(e.module) for e in graph.equations]
+    if not any(inside):
+        cuts = equal_parts(graph)
+        for part, (start, stop) in enumerate(itertools.pairwise(cuts)):
+            inside[start:stop] = [f"part {part}"] * (stop - start)
     if not any(inside) and not any(e.loop for e in graph.equations):
         return
     first = next((i for i, block in enumerate(inside) if block), 0)
@@ -503,6 +508,39 @@ def repeated_blocks(graph: CostGraph) -> Iterator[Schedule[int]]:
         cuts = sorted({0, len(names), *starts, *_around_scans(graph)})
         parts = itertools.pairwise(cuts)
         yield joined(tuple(_block(graph, lo, hi, bool(names[lo])) for lo, hi in parts))
+
+
+def equal_parts(graph: CostGraph) -> list[int]:
+    """Return the positions at which equal parts of a program begin, and the end of the last one.
+
+    The parts follow each other, and their equations have the same primitives, FLOPs and results.
+    If the program repeats several sequences, it is the one that covers most of it. If it repeats
+    none, the list is empty.
+    """
+    bytes_of = [tensor.bytes for tensor in graph.tensors]
+    keys = [(e.primitive, e.flops, *(bytes_of[t] for t in e.makes)) for e in graph.equations]
+    places: dict[Any, list[int]] = {}
+    for i, key in enumerate(keys):
+        places.setdefault(key, []).append(i)
+    # What runs once in each part is there at equal distances.
+    regular: dict[tuple[int, int], list[int]] = {}
+    for where in places.values():
+        steps = {b - a for a, b in itertools.pairwise(where)}
+        if len(steps) == 1:
+            regular.setdefault((steps.pop(), len(where)), where)
+    longest = sorted(regular.items(), key=lambda found: math.prod(found[0]), reverse=True)
+    for (size, _), where in longest[:_MOST_PERIODS]:
+        back = 0
+        while back < min(size - 1, where[0]) and len({keys[i - back - 1] for i in where}) == 1:
+            back += 1
+        starts = [i - back for i in where]
+        if all(keys[i : i + size] == keys[starts[0] : starts[0] + size] for i in starts):
+            return [*starts, starts[-1] + size]
+    return []
+
+
+# How many periods of a program are tried, the ones that would cover most of it first.
+_MOST_PERIODS = 64
 
 
 def _block(graph: CostGraph, start: int, stop: int, in_region: bool) -> Segment[int]:

@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import pytest
 from planner_graphs import tower, traced
 from shapes import struct
 
@@ -144,5 +145,41 @@ def test_iterations_of_a_scan_are_repeated_blocks():
     assert [(s.save, s.plain) for s in part.body] == [(frozenset(), False)]
 
 
-def test_a_program_without_numbered_modules_has_no_repeated_blocks():
-    assert not list(_proposals.repeated_blocks(tower(4)))
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("body", [1, 3])
+def test_equal_parts_are_repeated_blocks_of_a_program_without_numbered_modules(body, head):
+    def loss(ws, x):
+        x = jnp.exp(x) if head else x
+        for w in ws:
+            x = jnp.tanh(x @ w)
+            for _ in range(body - 1):
+                x = x * jnp.sin(x)
+        return jnp.sum(jnp.cos(x))
+
+    graph = traced(loss, [struct(16, 16)] * 4, struct(64, 16))
+    first, size = int(head), 2 * body
+    cuts = [first + i * size for i in range(5)]
+    assert _proposals.equal_parts(graph) == cuts
+    schedule, *_ = _proposals.repeated_blocks(graph)
+    assert [(s.start, s.stop) for s in schedule if not s.plain] == list(itertools.pairwise(cuts))
+
+
+def test_a_program_that_repeats_nothing_has_no_repeated_blocks():
+    def loss(w, v, x):
+        return jnp.sum(jnp.tanh(x @ w) @ v)
+
+    graph = traced(loss, struct(16, 16), struct(16, 8), struct(64, 16))
+    assert _proposals.equal_parts(graph) == []
+    assert not list(_proposals.repeated_blocks(graph))
+
+
+def test_parts_of_different_lengths_are_not_equal():
+    def loss(ws, x):
+        for i, w in enumerate(ws):
+            x = jnp.tanh(x @ w)
+            x = x if i == 1 else jnp.sin(x)
+        return jnp.sum(x)
+
+    graph = traced(loss, [struct(16, 16)] * 4, struct(64, 16))
+    parts = list(itertools.pairwise(_proposals.equal_parts(graph)))
+    assert len({stop - start for start, stop in parts}) <= 1
