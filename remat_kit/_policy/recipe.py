@@ -121,7 +121,7 @@ _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
         ),
         *(_selectors.source, _selectors.larger_than, _selectors.smaller_than, _selectors.cheap),
         *(_structural.uniform, _structural.block, _structural.segments, _structural.nested),
-        *(_structural.pieces, _structural.planned, _structural.auto),
+        *(_structural.pieces, _structural.sliced, _structural.planned, _structural.auto),
         _algebra.callable_policy,
     )
 }
