@@ -83,6 +83,9 @@ class Slice:
         if not self._is_explicit:
             s = jax.lax.with_sharding_constraint(x, self._place(self.axis, x))
             s = _jax.checkpoint_name(s, self.name)
+            # Without this constraint XLA gathers what the region saves and not what it reads, and
+            # says so in the name of the collective.
+            s = jax.lax.with_sharding_constraint(s, self._place(self.axis, x))
             return jax.lax.with_sharding_constraint(s, self._place(None, x))
         whole = jax.typeof(x).sharding
         spec = [*whole.spec]
@@ -137,7 +140,7 @@ class Slicing:
         if known is not None and mesh is None:
             self.whole["the program splits no array over a mesh"] = None
             return ()
-        if mesh is None or split is None:
+        if known is None or mesh is None or split is None:
             self.app.warn_once(_partitioned.UNSLICED.format(call=call), _partitioned.UNSLICED_HINT)
             self.sliced = True  # there is nothing more to say
             return ()
@@ -148,9 +151,12 @@ class Slicing:
         for i, (aval, axes) in enumerate(zip(avals, split, strict=True)):
             dimension = dimension_of(aval, axes, axis, mesh.shape[axis])
             if isinstance(dimension, str):
-                self.whole[f"{aval.str_short()} {dimension}"] = None
+                if axes is not None:
+                    self.whole[f"{aval.str_short()} {dimension}"] = None
             else:
                 found.append(Slice(i, dimension, axis, mesh))
+        if not known.has_activations:
+            self.whole["all inputs of the regions are arguments of the program"] = None
         self.sliced |= bool(found)
         return tuple(found)
 

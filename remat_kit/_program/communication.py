@@ -383,8 +383,15 @@ class Known:
         every = (s for calls in self.found.values() for split in calls for s in split)
         return next((s.mesh.abstract_mesh for s in every if s is not None), None)
 
+    @property
+    def has_activations(self) -> bool:
+        """Whether the program computes an input of any region."""
+        return not all(all(flags) for calls in self.arguments.values() for flags in calls)
+
     def activations(self, base: Sequence[str], avals: Sequence[Any]) -> list[Axes | None] | None:
         """Return the mesh axes that split each input of a region that the program computes.
+
+        An input counts as computed if it is in any of the calls that cannot be told apart.
 
         None for an input that is an argument of the program. The result is None if the shardings
         are unknown, or those of several calls.
@@ -397,7 +404,7 @@ class Known:
         splits, arguments = self.found.get(key, set()), self.arguments.get(key, set())
         if len(splits) != 1 or not arguments:
             return None
-        given = [any(flags) for flags in zip(*arguments, strict=True)]
+        given = [all(flags) for flags in zip(*arguments, strict=True)]
         shardings = next(iter(splits))
         return [
             None if moved else _axes_of(len(aval.shape), sharding)
@@ -499,7 +506,7 @@ def _barred_arguments(closed: Any) -> dict[int, tuple[bool, ...]]:
     """
     found: dict[int, tuple[bool, ...]] = {}
 
-    def look(jaxpr: Any, given: Sequence[bool]) -> list[bool]:
+    def look(jaxpr: Any, given: Sequence[bool], backward: bool) -> list[bool]:
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         moved = dict.fromkeys(jaxpr.constvars, True) | dict(zip(jaxpr.invars, given, strict=True))
         seen: set[int] = set()  # in forward mode there is a second barrier, of the tangents
@@ -509,9 +516,10 @@ def _barred_arguments(closed: Any) -> dict[int, tuple[bool, ...]]:
 
         for eqn in jaxpr.eqns:
             flags = list(map(of, eqn.invars))
+            is_backward = backward or "transpose" in _jax.transforms_of(eqn)
             if eqn.primitive.name == "optimization_barrier":
                 outs = flags
-                number = _region_of(eqn)
+                number = None if is_backward else _region_of(eqn)
                 if number is not None and number not in seen:
                     seen.add(number)
                     before = found.get(number, (True,) * len(flags))
@@ -519,11 +527,11 @@ def _barred_arguments(closed: Any) -> dict[int, tuple[bool, ...]]:
             elif eqn.primitive.name in _MOVES:
                 outs = flags[:1] * len(eqn.outvars)
             else:
-                outs = inside(eqn, flags)
+                outs = inside(eqn, flags, is_backward)
             moved.update(zip(eqn.outvars, outs, strict=True))
         return [of(v) for v in jaxpr.outvars]
 
-    def inside(eqn: Any, flags: list[bool]) -> list[bool]:
+    def inside(eqn: Any, flags: list[bool], backward: bool) -> list[bool]:
         outs = [False] * len(eqn.outvars)
         for body in bodies(eqn):
             jaxpr = getattr(body.jaxpr, "jaxpr", body.jaxpr)
@@ -534,20 +542,19 @@ def _barred_arguments(closed: Any) -> dict[int, tuple[bool, ...]]:
             elif body.kind == "branch":
                 flags = flags[-len(jaxpr.invars) :]
             if len(flags) == len(jaxpr.invars):
-                results = look(jaxpr, flags)
+                results = look(jaxpr, flags, backward)
                 if body.kind in ("call", "rule") and len(results) == len(outs):
                     outs = results
         return outs
 
-    look(closed, [True] * len(closed.jaxpr.invars))
+    look(closed, [True] * len(closed.jaxpr.invars), False)
     return found
 
 
 def _region_of(eqn: Any) -> int | None:
-    """Return the number of the region whose barrier an equation of the forward pass is."""
+    """Return the number of the region whose barrier an equation is, or None for another barrier."""
     number = re.search(rf"\b{_REGION}(\d+)\b", str(eqn.source_info.name_stack))
-    is_forward = number is not None and "transpose" not in _jax.transforms_of(eqn)
-    return int(number.group(1)) if number is not None and is_forward else None
+    return None if number is None else int(number.group(1))
 
 
 # -- the context ----------------------------------------------------------------------------------
