@@ -91,7 +91,8 @@ class Slice:
         spec = [*whole.spec]
         spec[self.dimension] = self.axis
         s = jax.sharding.reshard(x, NamedSharding(whole.mesh, PartitionSpec(*spec)))
-        return jax.sharding.reshard(_jax.checkpoint_name(s, self.name), whole)
+        s = jax.lax.optimization_barrier(_jax.checkpoint_name(s, self.name))  # for the same reason
+        return jax.sharding.reshard(s, whole)
 
     @property
     def _is_explicit(self) -> bool:

@@ -168,6 +168,12 @@ def _residual(why: _Reasons, op: Op, aval: Any) -> Residual:
     )
 
 
+_SLICED = "sliced("  # how the label of an input begins that a region saves in slices
+
+
+NO_MODULE = "(no module)"  # the name of a region outside of all modules, in reasons
+
+
 _Label = tuple[Decision, str, str]
 
 
@@ -233,9 +239,11 @@ class _Reasons:
         return labels, tuple(dict.fromkeys(n for n in map(user_name, both) if n is not None))
 
     def reason(self, op: Op, labels: Sequence[_Label]) -> str:
+        core = self.numbering.core(op.inputs[0].number)
+        if labels and labels[0][1].startswith(_SLICED) and core in self.inputs:
+            return f"{labels[0][1]}, {_input_of(self.inputs[core])}"
         if labels:
             return _rule(*labels[0])
-        core = self.numbering.core(op.inputs[0].number)
         if core in self.inputs:
             return _input_of(self.inputs[core])
         if core in self.inside:
@@ -260,4 +268,4 @@ def _input_of(regions: Sequence[Region]) -> str:
 
 
 def _name(region: Region) -> str:
-    return region.module or "(no module)"
+    return region.module or NO_MODULE

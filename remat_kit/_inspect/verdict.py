@@ -9,6 +9,7 @@ again, and the region does not save the memory that it was meant to save.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
@@ -113,6 +114,7 @@ def verdicts(
     present = _by_region(((op.module, op.primitive, op.count) for op in ops.ops), place)
     forward = _by_region(((*key, count) for key, count in ops.forward.items()), place)
     saved = _saved(residuals, natural, place)
+    slices = _in_slices(residuals)
     seconds: dict[str, float] = defaultdict(float)
     for (phase, module, _), cost in estimate.by_place.items():
         if phase == RECOMPUTE and (region := place.of(module)) is not None:
@@ -132,6 +134,8 @@ def verdicts(
         saving = None if natural is None or pieces else saved[region]
         if pieces:
             message = f"{pieces}; {message}"
+        if region in slices:
+            message = f"{message}; {slices[region]}"
         found.append(
             Verdict(region, verdict, saving, flops, seconds[region], kept, message, pieces)
         )
@@ -205,6 +209,22 @@ def _saved(
             if region is not None and not r.is_input and r.memory == "device":
                 saved[region] += sign * r.bytes
     return saved
+
+
+def _in_slices(residuals: Sequence[Residual]) -> dict[str, str]:
+    """Say for each region that saves inputs in slices how many bytes of them a device saves."""
+    sizes: Counter[tuple[str, str]] = Counter()
+    for r in residuals:
+        if found := _SLICED.fullmatch(r.reason):
+            axis, region = found.groups()
+            sizes["" if region == _residuals.NO_MODULE else region, axis] += r.bytes
+    return {
+        region: f"its inputs are saved in slices over {axis}, {format_bytes(size)} on each device"
+        for (region, axis), size in sizes.items()
+    }
+
+
+_SLICED = re.compile(r"sliced\((.*)\), input of region (.*?)(?: and \d+ more)?")
 
 
 def _kept_fraction(asked: _Asked, present: Counter[str], forward: Counter[str]) -> float:

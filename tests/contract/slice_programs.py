@@ -243,7 +243,7 @@ PROGRAMS = {
 
 def collectives(compiled):
     """Return the all-gathers of the forward pass, and those of the recomputation."""
-    lines = [line for line in compiled.as_text().splitlines() if " all-gather" in line]
+    lines = [line for line in compiled.as_text().splitlines() if " all-gather(" in line]
     again = sum("rematted_computation" in line for line in lines)
     return len(lines) - again, again
 
