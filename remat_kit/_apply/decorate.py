@@ -419,10 +419,14 @@ class Application:
             raise self.no_step()
         if isinstance(self.policy, _structural.Automatic):
             return self._planned(self.policy, call, traced, loop, base)
+        context = _communication.current()
+        is_first_trace = isinstance(context, _communication.Collector)
+        if is_first_trace and isinstance(self.policy, _structural.Planned):
+            # The plan is of the program of the second trace, which has regions inside.
+            return call.evaluated(traced)
         first = not self.calls[1:]
         program = Program.traced(traced, base)
         if self._asks_for_collectives() and not self._has_no_derivative(traced, call.arrays):
-            context = _communication.current()
             if isinstance(context, _communication.Collector):
                 barred, call.arrays = context.barrier(traced, call.arrays, base)
                 return call.evaluated(barred)

@@ -4,18 +4,18 @@ The policy `remat_kit.sliced` saves an activation that enters a region in slices
 a mesh axis, which has all of the activation, saves a part of it. Before the region is recomputed
 the devices gather the slices.
 
-A constraint on the sharding makes the slice, a `checkpoint_name` on the slice makes `jax.checkpoint`
-save it, and a second constraint gathers it. If the forward pass read the gathered array, it would
-gather too, because XLA does not see that the array is the input (jax 0.12). So the region has a
-derivative rule, whose outputs are computed from the input itself, and whose residuals are computed
-from the gathered array::
+A constraint on the sharding makes the slice, a `checkpoint_name` makes `jax.checkpoint` save it,
+and a second constraint gathers it. If the forward pass read the gathered array, it would gather
+too, because XLA does not see that the array is the input (jax 0.12). So the region has a derivative
+rule, whose outputs are computed from the input itself, and whose residuals are computed from the
+gathered array::
 
     outputs = f(x)
     s = checkpoint_name(constraint(x, sliced))
     residuals = residuals of f at constraint(s, whole)
 
-The backward pass needs the residuals only, so the recomputation begins with ``s``, and in the
-forward pass XLA drops the gathered array and the residuals.
+The backward pass needs only the residuals, so the recomputation begins with ``s``, and XLA drops
+the gathered array and the residuals from the forward pass.
 
 Example: two devices along ``model`` hold all of an input of shape (32, 128, 64) that four devices
 along ``data`` split. The first dimension after the split one that two divides is the second:

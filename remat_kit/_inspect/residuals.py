@@ -8,6 +8,7 @@ reason for each: a rule of a policy, the input of a checkpoint region, or no reg
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -169,6 +170,18 @@ def _residual(why: _Reasons, op: Op, aval: Any) -> Residual:
 
 
 _SLICED = "sliced("  # how the label of an input begins that a region saves in slices
+
+
+_SLICED_INPUT = re.compile(r"sliced\('(.*)'\), input of region (.*?)(?: and \d+ more)?")
+
+
+def sliced_input(residual: Residual) -> tuple[str, str] | None:
+    """Return the mesh axis and the region of an input that a region saves in slices, or None."""
+    found = _SLICED_INPUT.fullmatch(residual.reason)
+    if found is None:
+        return None
+    axis, region = found.groups()
+    return axis, "" if region == NO_MODULE else region
 
 
 NO_MODULE = "(no module)"  # the name of a region outside of all modules, in reasons

@@ -9,7 +9,6 @@ again, and the region does not save the memory that it was meant to save.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
@@ -215,16 +214,12 @@ def _in_slices(residuals: Sequence[Residual]) -> dict[str, str]:
     """Say for each region that saves inputs in slices how many bytes of them a device saves."""
     sizes: Counter[tuple[str, str]] = Counter()
     for r in residuals:
-        if found := _SLICED.fullmatch(r.reason):
-            axis, region = found.groups()
-            sizes["" if region == _residuals.NO_MODULE else region, axis] += r.bytes
+        if found := _residuals.sliced_input(r):
+            sizes[found] += r.bytes
     return {
-        region: f"its inputs are saved in slices over {axis}, {format_bytes(size)} on each device"
-        for (region, axis), size in sizes.items()
+        region: f"its inputs are saved in slices over {axis!r}, {format_bytes(n)} on each device"
+        for (axis, region), n in sizes.items()
     }
-
-
-_SLICED = re.compile(r"sliced\((.*)\), input of region (.*?)(?: and \d+ more)?")
 
 
 def _kept_fraction(asked: _Asked, present: Counter[str], forward: Counter[str]) -> float:

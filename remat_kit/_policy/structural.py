@@ -279,12 +279,20 @@ def sliced(axis: str) -> Sliced:
     devices gather the slices before they recompute the region. The forward pass exchanges nothing
     more, and the residuals of a region take the size of the axis less memory.
 
-    >>> import remat_kit
-    >>> sliced("model") == remat_kit.recipe.load("mindspore_recompute_slice_activation:model").policy
-    True
+    >>> import jax, remat_kit
+    >>> from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+    >>> mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    >>> def array(*shape, split):
+    ...     return jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, P(*split)))
+    >>> w, x = array(8, 8, split=(None, "model")), array(16, 6, 8, split=("data",))
     >>> @remat_kit.policy(sliced("model"))
     ... def block(w, x):
-    ...     return x + x @ w
+    ...     return x + jax.numpy.tanh(x @ w) @ w.T
+    >>> def loss(w, x):
+    ...     return block(w, jax.numpy.sin(x)).sum()
+    >>> for residual in remat_kit.inspect(loss, w, x).saved[:1]:  # of 768 bytes on each device
+    ...     print(residual.bytes, residual.reason)
+    384 sliced('model'), input of region (no module)
 
     An input is sliced if it is computed in the program (an argument, such as a parameter, is in
     memory anyway), is a floating-point array of two dimensions or more, is whole along the axis,
