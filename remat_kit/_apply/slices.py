@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from remat_kit import _jax
 from remat_kit._apply import partitioned as _partitioned
@@ -76,11 +76,13 @@ class Slice:
 
     def pinned(self, x: Any) -> Any:
         """Return the input, which the partitioner must not slice as well."""
-        return x if self._is_explicit else jax.lax.with_sharding_constraint(x, self._place(None, x))
+        if self._is_explicit(x):
+            return x
+        return jax.lax.with_sharding_constraint(x, self._place(None, x))
 
     def stored(self, x: Any) -> Any:
         """Return the gathered input, which the name of its slice separates from the input."""
-        if not self._is_explicit:
+        if not self._is_explicit(x):
             s = jax.lax.with_sharding_constraint(x, self._place(self.axis, x))
             s = _jax.checkpoint_name(s, self.name)
             # Without this constraint XLA gathers what the region saves and not what it reads, and
@@ -94,10 +96,10 @@ class Slice:
         s = jax.lax.optimization_barrier(_jax.checkpoint_name(s, self.name))  # for the same reason
         return jax.sharding.reshard(s, whole)
 
-    @property
-    def _is_explicit(self) -> bool:
-        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        return kinds[self.axis] is AxisType.Explicit
+    def _is_explicit(self, x: Any) -> bool:
+        """Tell whether the type of the input says whether the axis splits it."""
+        mesh = jax.typeof(x).sharding.mesh
+        return self.axis in mesh.explicit_axes
 
     def _place(self, axis: str | None, x: Any) -> NamedSharding:
         spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
@@ -138,12 +140,12 @@ class Slicing:
                 f"`{call}`: the mesh has no axis {axis!r}",
                 hint=f"its axes are {', '.join(map(repr, mesh.axis_names))}",
             )
-        if known is not None and mesh is None:
-            self.whole["the program splits no array over a mesh"] = None
-            return ()
-        if known is None or mesh is None or split is None:
+        if known is None or split is None:
             self.app.warn_once(_partitioned.UNSLICED.format(call=call), _partitioned.UNSLICED_HINT)
             self.sliced = True  # there is nothing more to say
+            return ()
+        if mesh is None:
+            self.whole["the program splits no array over a mesh"] = None
             return ()
         if not _jax.allows_custom_rule(program.eqns, avals):
             self.whole["a region has an effect or a mutable array"] = None

@@ -300,9 +300,8 @@ def sliced(axis: str) -> Sliced:
     dimension after the first split one is sliced, or else the first such dimension. Other inputs
     are saved as they are.
 
-    How the devices split the inputs must be known: see `collective`. In forward mode
-    (`jax.jvp`, `jax.linearize`) a region is computed twice, once from its inputs and once from
-    the slices.
+    How the devices split the inputs must be known: see `collective`. In forward mode (`jax.jvp`) a
+    region is computed twice, once from its inputs and once from the slices.
 
     Follows ``Cell.recompute(recompute_slice_activation=True)`` of MindSpore and
     ``--distribute-saved-activations`` of Megatron-LM.

@@ -377,13 +377,13 @@ class Known:
     found: Mapping[Key, set[tuple[jax.sharding.NamedSharding | None, ...]]]
     arguments: Mapping[Key, set[tuple[bool, ...]]] = dataclasses.field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def mesh(self) -> Any:
         """The mesh of the program, an abstract one; None if it splits no input."""
         every = (s for calls in self.found.values() for split in calls for s in split)
         return next((s.mesh.abstract_mesh for s in every if s is not None), None)
 
-    @property
+    @functools.cached_property
     def has_activations(self) -> bool:
         """Whether the program computes an input of any region."""
         return not all(all(flags) for calls in self.arguments.values() for flags in calls)

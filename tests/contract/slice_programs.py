@@ -29,14 +29,16 @@ from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import remat_kit  # noqa: E402
+from remat_kit import _jax  # noqa: E402
 
 SLICED = "mindspore_recompute_slice_activation:model"
 LAYERS, WIDTH, HIDDEN = 4, 64, 128
 UP, DOWN = P(None, "model"), P("model", None)  # the tensor parallelism of Megatron-LM
 
 
-def mesh(kind=AxisType.Auto):
-    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+def mesh(*explicit):
+    kinds = [AxisType.Explicit if axis in explicit else AxisType.Auto for axis in ("data", "model")]
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=tuple(kinds))
 
 
 def placed(x, *spec, on=None):
@@ -143,12 +145,15 @@ def tangents(policy):
     return step, arrays()
 
 
-def explicit(policy):
-    def typed(w, x):
-        hidden = jnp.tanh(jnp.dot(x, w[0], out_sharding=P("data", None, "model")))
-        return x + jnp.dot(hidden, w[1], out_sharding=P("data"))
+def explicit(policy, *axes):
+    def split(*names):
+        return P(*(name if name in axes else None for name in names))
 
-    on = mesh(AxisType.Explicit)
+    def typed(w, x):
+        hidden = jnp.tanh(jnp.dot(x, w[0], out_sharding=split("data", None, "model")))
+        return x + jnp.dot(hidden, w[1], out_sharding=split("data", None, None))
+
+    on = mesh(*axes)
     jax.set_mesh(on)
     mine = remat_kit.policy(policy)(typed)
     return stepping(functools.partial(loss, block=mine)), arrays(on)
@@ -165,7 +170,6 @@ class Linen(nn.Module):
 
 class LinenNet(nn.Module):
     policy: str | None
-    scan: bool = False
 
     @nn.compact
     def __call__(self, x):
@@ -234,7 +238,10 @@ PROGRAMS = {
     "nnx": nnx_modules,
     "gpt": gpt,
     "gpt scan": functools.partial(gpt, scan=True),
-    "explicit": explicit,  # the last one, as it sets the mesh
+    # The last ones, as they set the mesh.
+    "explicit": lambda policy: explicit(policy, "data", "model"),
+    "explicit data": lambda policy: explicit(policy, "data"),
+    "explicit model": lambda policy: explicit(policy, "model"),
 }
 
 
@@ -270,7 +277,9 @@ def compared(make):
 def main(*words):
     if "remat3" in words:
         jax.config.update("jax_remat3", True)
-    chosen = [word for word in words if word in PROGRAMS] or PROGRAMS
+    # JAX 0.10 has no rule to batch a name under `jax_remat3`.
+    possible = [n for n in PROGRAMS if n != "vmap" or _jax.names_are_objects()]
+    chosen = [word for word in words if word in possible] or possible
     print(json.dumps({name: compared(PROGRAMS[name]) for name in chosen}))
 
 
