@@ -120,6 +120,21 @@ def test_a_report_says_that_the_inputs_are_saved_in_slices():
     assert not [x for x in parts.lints if x.code == "collective-repeated"]
 
 
+def test_a_value_that_is_also_saved_whole_counts_twice():
+    def both(weights, x):
+        x = jnp.sin(x * weights[0][0][0, 0])
+        squares = jnp.mean(x * x)
+        with jax.named_scope("layer_0"):
+            return squares + jnp.mean(block(weights[0], x) ** 2)
+
+    fn = remat_kit.policy(sliced("model"), at="layer_*")(both)
+    found = [r for r in remat_kit.inspect(fn, *ARGS).saved if r.primitive == "sin"]
+    assert sorted((r.bytes, r.reason.split(",")[0]) for r in found) == [
+        (ACTIVATION // 2, "sliced('model')"),
+        (ACTIVATION, "needed by the backward pass"),
+    ]
+
+
 @pytest.mark.skipif(_jax.JAX_VERSION < (0, 11), reason="XLA:CPU of jax 0.10 merges regions")
 def test_the_compiled_program_takes_less_by_what_is_saved_in_slices():
     args = [(UP, DOWN)] * 8, f32(4 * ROWS, 4 * TOKENS, WIDTH, split=("data",))
