@@ -162,6 +162,16 @@ def test_a_model_with_an_axis_that_splits_no_activation():
     assert sum(r.bytes for r in whole) - sum(r.bytes for r in cut) == 3 * block // 2
 
 
+def test_the_fix_for_other_collectives_is_another_policy():
+    on = {"mesh": "data=4,model=2", "sharding": "fsdp"}
+    fn, args = gpt.build(size="tiny", batch=16, layers=3, **on)
+    report = remat_kit.inspect(fn, *args, policy="sliced('model')", at="*/block_*", target="cpu")
+    found = [x for x in report.lints if x.code == "collective-repeated"]
+    assert found
+    assert all("over data" in x.message for x in found)
+    assert {x.fix for x in found} == {'remat_kit.policy("save(collective)", at="*/block_*")'}
+
+
 def _flat(built):
     loss, args = built
     return loss, *args
