@@ -73,6 +73,7 @@ from ._policy.structural import nested as nested
 from ._policy.structural import pieces as pieces
 from ._policy.structural import planned as planned
 from ._policy.structural import segments as segments
+from ._policy.structural import sliced as sliced
 from ._policy.structural import uniform as uniform
 from ._program.value import Value as Value
 

@@ -20,7 +20,8 @@ from remat_kit._apply import divide as _divide
 from remat_kit._apply import pieces as _pieces
 from remat_kit._apply import run_schedule as _run_schedule
 from remat_kit._apply import scans as _scans
-from remat_kit._apply.region import run_region
+from remat_kit._apply.region import relative, run_region
+from remat_kit._apply.slices import Slice, Slicing
 from remat_kit._errors import PolicyError, UserError, unknown
 from remat_kit._policy import algebra as _algebra
 from remat_kit._policy import check as _check
@@ -30,6 +31,7 @@ from remat_kit._policy import schedule as _schedule
 from remat_kit._policy import selectors as _selectors
 from remat_kit._policy import structural as _structural
 from remat_kit._policy.algebra import Policy
+from remat_kit._program import communication as _communication
 from remat_kit._program import paths as _paths
 from remat_kit._program import program as _program
 from remat_kit._program.paths import Path
@@ -68,6 +70,7 @@ class BlockCutter:
         self.blocks = 0  # number of blocks so far, in the order in which they run
         structure = app.policy if isinstance(app.policy, _structural.Structural) else None
         self.structure = structure
+        self.slicing = Slicing(app) if isinstance(structure, _structural.Sliced) else None
         self.keep = app.policy if structure is None else structure.keep
 
     # .. entry points
@@ -75,6 +78,10 @@ class BlockCutter:
     def run(self, program: Program, args: Sequence[Any]) -> list[Any]:
         if isinstance(self.structure, _structural.Planned):
             return self.planned(program, args, self.structure)
+        if self.slicing is not None:
+            outs = (self.region if self.app.at is None else self.within)(program, args)
+            self.slicing.check()
+            return outs
         if self.app.at is not None:
             return self.within(program, args)
         if isinstance(self.structure, (_structural.Uniform, _structural.Block, _structural.Nested)):
@@ -160,12 +167,19 @@ class BlockCutter:
             return self.segments(program, args, self.structure.names)
         if isinstance(self.structure, _structural.Pieces):
             return _pieces.run(program, self.structure, args, call=self.app.call)
+        slices: tuple[Slice, ...] = ()
+        if self.slicing is not None:
+            base = (*program.base, *relative(program)[0])
+            collector = _communication.current()
+            if isinstance(collector, _communication.Collector):
+                return evaluate(*collector.barred(program, args, base))
+            slices = self.slicing.slices(program, args, base)
         chosen = self.keep if keep is None else keep
         cse = not self.loop if self.prevent_cse is None else self.prevent_cse
         if isinstance(cse, tuple):
             cse = (*[False] * len(program.consts), *cse)
         full = reads_sources(chosen)
-        return run_region(program, chosen, args, prevent_cse=cse, full=full)
+        return run_region(program, chosen, args, prevent_cse=cse, full=full, slices=slices)
 
     def segments(self, program: Program, args: Sequence[Any], names: Sequence[str]) -> list[Any]:
         """Run a region for the equations up to each name; those after the last name stay plain."""
@@ -277,7 +291,9 @@ class BlockCutter:
             if whole:
                 return self.region(program, args, self.keep)
             app = dataclasses.replace(self.app, policy=of_each)
-            return BlockCutter(app, loop=True, prevent_cse=self.prevent_cse).within(program, args)
+            cutter = BlockCutter(app, loop=True, prevent_cse=self.prevent_cse)
+            cutter.slicing = self.slicing
+            return cutter.within(program, args)
 
         def around(keep: Policy) -> Callable[[_scans.Body, Sequence[Any]], list[Any]]:
             def region(fn: _scans.Body, args: Sequence[Any]) -> list[Any]:
@@ -286,7 +302,8 @@ class BlockCutter:
             return region
 
         structure = self.structure
-        within_blocks = isinstance(structure, (_structural.Pieces, _structural.Segments))
+        kinds = (_structural.Pieces, _structural.Segments, _structural.Sliced)
+        within_blocks = isinstance(structure, kinds)
         of_each = structure if within_blocks else self.keep
         if length == 0:  # nothing to group
             return [_scans.Part(0, plain)]

@@ -141,7 +141,7 @@ def policy(
     chosen = _reading.as_policy(what, call=f"policy({_text(what)})")
     if chosen is None:
         return lambda target: target
-    if _reads_collectives(chosen):
+    if _reads_shardings(chosen):
         _communication.want()
     if isinstance(chosen, _structural.Automatic) and at is not None:
         raise UserError(
@@ -359,7 +359,7 @@ class Application:
         @_jax.entry
         @functools.wraps(fn)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if _reads_collectives(self.policy) and steps.known is not False:
+            if _reads_shardings(self.policy) and steps.known is not False:
                 with splits.known_in(wrapped, args, kwargs):
                     return called(*args, **kwargs)
             return called(*args, **kwargs)
@@ -419,10 +419,14 @@ class Application:
             raise self.no_step()
         if isinstance(self.policy, _structural.Automatic):
             return self._planned(self.policy, call, traced, loop, base)
+        context = _communication.current()
+        is_first_trace = isinstance(context, _communication.Collector)
+        if is_first_trace and isinstance(self.policy, _structural.Planned):
+            # The plan is of the program of the second trace, which has regions inside.
+            return call.evaluated(traced)
         first = not self.calls[1:]
         program = Program.traced(traced, base)
         if self._asks_for_collectives() and not self._has_no_derivative(traced, call.arrays):
-            context = _communication.current()
             if isinstance(context, _communication.Collector):
                 barred, call.arrays = context.barrier(traced, call.arrays, base)
                 return call.evaluated(barred)
@@ -487,7 +491,7 @@ class Application:
         """Return a program that says which values a collective makes, as far as that is known."""
         marked = _partitioned.marked(program, inputs)
         if marked is None and max(jax.device_count(), _jax.context_devices()) > 1:
-            self._warn_once(_partitioned.UNKNOWN.format(call=self.call), _partitioned.UNKNOWN_HINT)
+            self.warn_once(_partitioned.UNKNOWN.format(call=self.call), _partitioned.UNKNOWN_HINT)
         return marked or program
 
     def no_step(self) -> UserError:
@@ -539,8 +543,9 @@ class Application:
         compiled. The answer is False for a structural policy, because its call checks that the
         program has the blocks that the policy names.
         """
+        changes_nothing = (_structural.Automatic, _structural.Sliced)
         if isinstance(self.policy, _structural.Structural) and not isinstance(
-            self.policy, _structural.Automatic
+            self.policy, changes_nothing
         ):
             return False
         inputs = (*traced.consts, *arrays)
@@ -598,7 +603,7 @@ class Application:
             return
         matches, call = self._matches(), f"`{self.call}`"
         if not _void.has_gradient(program, values, matches):
-            self._warn_once(
+            self.warn_once(
                 f"{call}: no input of the decorated function has a gradient, so nothing is "
                 "recomputed",
                 "decorate a function of the parameters or the activations; integers, masks and "
@@ -610,12 +615,12 @@ class Application:
         for rule, seen in _void.unmatched(self.policy, program, matches, full=full):
             if said and any(leaf in _COLLECTIVES for leaf in rule.leaves()):
                 continue
-            self._warn_once(
+            self.warn_once(
                 f"{call}: {rule!r} selects none of the values here, so it has no effect",
                 _void.explain(rule, seen),
             )
         if _jax.drops_offload() and _void.offloads(self.policy):
-            self._warn_once(
+            self.warn_once(
                 f"{call}: jax {jax.__version__} does not offload under jax_remat3, so the values "
                 "that the policy offloads are recomputed",
                 "use a newer jax, or set jax_remat3 to False",
@@ -626,13 +631,14 @@ class Application:
         if self.prevent_cse is not False or loop or _void.in_a_loop(program, self._matches()):
             return
         if any(map(_jax.compiled_with_its_gradient, values)):
-            self._warn_once(
+            self.warn_once(
                 f"`{self.call}`: with prevent_cse=False outside of a loop the compiler merges the "
                 "recomputation with the forward pass, so no memory is saved",
                 "leave prevent_cse out, and it is chosen for each region",
             )
 
-    def _warn_once(self, message: str, hint: str) -> None:
+    def warn_once(self, message: str, hint: str) -> None:
+        """Emit a warning, unless this application has emitted it before."""
         if message not in self.warned:
             self.warned.add(message)
             _frames.warn(message, hint)
@@ -747,6 +753,10 @@ _APPLIED = "__remat_kit_policy__"
 @functools.cache
 def _reads_collectives(policy: Policy) -> bool:
     return any(leaf in _COLLECTIVES for leaf in policy.leaves())
+
+
+def _reads_shardings(policy: Policy) -> bool:
+    return isinstance(policy, _structural.Sliced) or _reads_collectives(policy)
 
 
 _COLLECTIVES = (_selectors.collective, _selectors.gathered_parameters)

@@ -42,10 +42,19 @@ UNKNOWN = (
 )
 
 
-UNKNOWN_HINT = (
-    "decorate the jitted step, or call the function inside of a `jax.jit` (not `nnx.jit`) whose "
-    "arguments have shardings; or name the gathered value and save the name"
+UNSLICED = (
+    "`{call}`: it is unknown here how the devices split the arrays, so the regions save their "
+    "inputs whole"
 )
+
+
+UNSLICED_HINT = (
+    "decorate the jitted step, or call the function inside of a `jax.jit` (not `nnx.jit`) whose "
+    "arguments have shardings"
+)
+
+
+UNKNOWN_HINT = f"{UNSLICED_HINT}; or name the gathered value and save the name"
 
 
 def marked(program: Program, inputs: Sequence[Any]) -> Program | None:
@@ -60,6 +69,12 @@ def marked(program: Program, inputs: Sequence[Any]) -> Program | None:
     context = _communication.current()
     known = context if isinstance(context, Known) else _of_arrays(program, inputs) or _of_jit()
     return None if known is None else known.marked(program, len(inputs))
+
+
+def known_of_program() -> Known | None:
+    """Return the shardings of the program that is being traced; None if they are unknown."""
+    context = _communication.current()
+    return context if isinstance(context, Known) else _of_jit()
 
 
 def _of_arrays(program: Program, inputs: Sequence[Any]) -> Known | None:

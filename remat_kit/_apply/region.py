@@ -43,7 +43,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from remat_kit import _jax
+from remat_kit._apply import slices as _slices
 from remat_kit._apply.labels import LABEL_PREFIX, choose, keep_labelled, read_label
+from remat_kit._apply.slices import Slice
 from remat_kit._policy.algebra import Policy, callable_policy, save
 from remat_kit._policy.selectors import Module, Where, everything, nothing
 from remat_kit._program.derivative import Derivative, derive
@@ -76,7 +78,13 @@ def user_name(name: str) -> str | None:
 
 
 def run_region(
-    program: Program, policy: Policy, args: Sequence[Any], *, prevent_cse: Any, full: bool
+    program: Program,
+    policy: Policy,
+    args: Sequence[Any],
+    *,
+    prevent_cse: Any,
+    full: bool,
+    slices: Sequence[Slice] = (),
 ) -> list[Any]:
     """Evaluate a program on flat ``args`` as one region under ``policy``.
 
@@ -86,6 +94,7 @@ def run_region(
       args: one value or tracer for each argument of the program.
       prevent_cse: as in `jax.checkpoint`.
       full: whether the selectors of the policy read source lines.
+      slices: the inputs that are saved in slices.
 
     Returns:
       The program's outputs.
@@ -99,16 +108,19 @@ def run_region(
 
     program = _folded(program)
     if any(map(_is_literal, program.outvars)):
-        return _around_constants(program, policy, args, prevent_cse=prevent_cse, full=full)
+        how: dict[str, Any] = {"prevent_cse": prevent_cse, "full": full, "slices": slices}
+        return _around_constants(program, policy, args, **how)
     prefix, program = relative(dataclasses.replace(program, consts=()))
     avals = tuple(map(jax.typeof, inputs))
     base = (*program.base, *prefix)
     # Only a policy that reads module paths can tell one of several equal blocks from another.
     key = (structure_of(program), avals, diff, policy, base if _reads_paths(policy) else None)
-    key = (*key, full, _jax.remat3(), _jax.trace_context())
+    key = (*key, full, tuple(slices), _jax.remat3(), _jax.trace_context())
     body = _shared_bodies.get(key)
     if body is None:
-        body = _body(dataclasses.replace(program, base=base), policy, avals, diff, full)
+        based = dataclasses.replace(program, base=base)
+        labelled = _Labelled(based, policy, avals, full, _jax.axis_env(), tuple(slices))
+        body = _body(labelled, diff)
         _shared_bodies.put(key, body)
     keep = body.keep or _jax.keep_names(body.saved, keep_labelled)
     with jax.named_scope("/".join(prefix)) if prefix else contextlib.nullcontext():
@@ -248,21 +260,19 @@ def _differentiable(x: Any) -> bool:
     return jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
 
 
-def _body(
-    program: Program, policy: Policy, avals: Sequence[Any], diff: tuple[int, ...], full: bool
-) -> _Body:
+def _body(labelled: _Labelled, diff: tuple[int, ...]) -> _Body:
     """Return the body of a region; ``diff`` are the positions of inputs that may have a tangent."""
-    labelled = _Labelled(program, policy, tuple(avals), full, _jax.axis_env())
+    program, policy, avals = labelled.program, labelled.policy, labelled.avals
+    has_rule = _jax.allows_custom_rule(program.eqns, avals)
+    has_rule = has_rule and (bool(labelled.slices) or not keeps_nothing(policy))
     if _jax.remat3():
-        if keeps_nothing(policy) or not _jax.allows_custom_rule(program.eqns, avals):
+        if not has_rule:
             return _Body(_plain(program))
         if keeps_everything(policy) and _jax.knows_everything():
             return _Body(_plain(program), keep=jax.checkpoint_policies.everything_saveable)
         return _named_outside(labelled, diff)
     jaxpr = _jax.jaxpr_of(program.invars, program.outvars, program.eqns)
-    if keeps_nothing(policy) or not _jax.allows_custom_rule(program.eqns, avals):
-        return _Body(None, jaxpr=jaxpr)
-    return _Body(None, jaxpr=_jax.with_rule(jaxpr, labelled.rule))
+    return _Body(None, jaxpr=_jax.with_rule(jaxpr, labelled.rule) if has_rule else jaxpr)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +284,7 @@ class _Labelled:
     avals: tuple[Any, ...]
     full: bool
     axes: Any
+    slices: tuple[Slice, ...] = ()
     known: dict[Any, tuple[Derivative, list[str]]] = dataclasses.field(default_factory=dict)
 
     def derivative(self, wrt: tuple[int, ...]) -> tuple[Derivative, list[str]]:
@@ -286,9 +297,12 @@ class _Labelled:
         if key not in self.known:
             with _jax.open_axes(self.axes):
                 derivative = derive(self.program, self.avals, wrt)
+            if self.slices:
+                derivative = _slices.from_slices(derivative, self.program, self.slices, self.avals)
             forward, labels = choose(
                 derivative.forward, derivative.residuals, self.policy, full=self.full
             )
+            labels += dict.fromkeys(s.name for s in self.slices)
             self.known[key] = dataclasses.replace(derivative, forward=forward), labels
         return self.known[key]
 

@@ -515,6 +515,18 @@ def _is_marked(instruction: Instruction) -> bool:
     return MARK in instruction.op_name or _enters_region(instruction.op_name)
 
 
+def _is_recomputed_constraint(instruction: Instruction) -> bool:
+    """Tell whether a collective is what a constraint on a sharding needs when it is recomputed.
+
+    The forward pass may need none for it, if the region saves the value in slices.
+    """
+    scopes = parts_of_scope(instruction.op_name.partition(";")[0])
+    return MARK in instruction.op_name and [*scopes][-1:] in _CONSTRAINTS
+
+
+_CONSTRAINTS = (["sharding_constraint"], ["reshard"])
+
+
 class _Repeats:
     """Tells which collectives are there only because of recomputation."""
 
@@ -543,6 +555,8 @@ class _Repeats:
         if moved and all(self.first[key] is not site for key in moved):
             # The boundary of a region keeps the compiler from using the first result.
             return marked or _is_in_region(site.instruction)
+        if _is_recomputed_constraint(site.instruction):
+            return True
         if not marked or (site.kind, site.shapes, site.groups) not in self.forward:
             return False
         # A collective on a saved input may be there because the derivative itself needs its result.

@@ -8,6 +8,7 @@ reason for each: a rule of a policy, the input of a checkpoint region, or no reg
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -118,12 +119,19 @@ def residuals_of(gradient: Gradient) -> list[Residual]:
 def kept_of(gradient: Gradient) -> list[tuple[Op, Residual]]:
     """Return the same residuals, each with the operation of kind "residual" that saves it."""
     why = _Reasons(gradient)
-    found: dict[tuple[int, bool], tuple[Op, Residual]] = {}
+    chosen: dict[tuple[int, bool, int], tuple[Op, Any]] = {}
+    least: dict[int, int] = {}
     for op, aval in sorted(gradient.residuals, key=lambda r: r[0].producer.index):
-        key = op.inputs[0].number, op.inputs[0].on_host
-        if op in gradient.needed and _ops.nbytes(aval) and key not in found:
-            found[key] = op, _residual(why, op, aval)
-    return sorted(found.values(), key=lambda kept: kept[1].is_input)
+        # A device may save all of a value, and a slice of it for a region.
+        number, size = op.inputs[0].number, gradient.nbytes(op, aval)
+        if op in gradient.needed and _ops.nbytes(aval):
+            chosen.setdefault((number, op.inputs[0].on_host, size), (op, aval))
+            least[number] = min(size, least.get(number, size))
+    found = [
+        (op, _residual(why, op, aval, is_whole=size > least[number]))
+        for (number, _, size), (op, aval) in chosen.items()
+    ]
+    return sorted(found, key=lambda kept: kept[1].is_input)
 
 
 _FRAMES = 3  # of the user's code; those further out are the same for the whole model
@@ -141,17 +149,19 @@ def _frames_of(op: Op) -> tuple[str, ...]:
     return ()
 
 
-def _residual(why: _Reasons, op: Op, aval: Any) -> Residual:
+def _residual(why: _Reasons, op: Op, aval: Any, *, is_whole: bool) -> Residual:
     value, producer = op.inputs[0], op.producer
     argument = why.argument(value.number)
     is_input = argument is not None or producer.kind not in ("equation", "carry", "cond")
     labels, names = why.names(value.number)
+    if is_whole:
+        labels = [x for x in labels if not x[1].startswith(_SLICED)]
     if argument is not None:
         reason = f"argument {argument}"
     elif is_input:
         reason = "constant"
     else:
-        reason = why.reason(op, labels)
+        reason = why.reason(op, labels, is_whole=is_whole)
     return Residual(
         shape=tuple(aval.shape),
         dtype=str(aval.dtype),
@@ -166,6 +176,24 @@ def _residual(why: _Reasons, op: Op, aval: Any) -> Residual:
         times=1 if is_input else round(producer.times),
         is_input=is_input,
     )
+
+
+_SLICED = "sliced("  # how the label of an input begins that a region saves in slices
+
+
+_SLICED_INPUT = re.compile(r"sliced\('(.*)'\), input of region (.*?)(?: and \d+ more)?")
+
+
+def sliced_input(residual: Residual) -> tuple[str, str] | None:
+    """Return the mesh axis and the region of an input that a region saves in slices, or None."""
+    found = _SLICED_INPUT.fullmatch(residual.reason)
+    if found is None:
+        return None
+    axis, region = found.groups()
+    return axis, "" if region == NO_MODULE else region
+
+
+NO_MODULE = "(no module)"  # the name of a region outside of all modules, in reasons
 
 
 _Label = tuple[Decision, str, str]
@@ -232,11 +260,13 @@ class _Reasons:
         labels = [x for x in map(read_label, both) if x]
         return labels, tuple(dict.fromkeys(n for n in map(user_name, both) if n is not None))
 
-    def reason(self, op: Op, labels: Sequence[_Label]) -> str:
+    def reason(self, op: Op, labels: Sequence[_Label], *, is_whole: bool) -> str:
+        core = self.numbering.core(op.inputs[0].number)
+        if labels and labels[0][1].startswith(_SLICED) and core in self.inputs:
+            return f"{labels[0][1]}, {_input_of(self.inputs[core])}"
         if labels:
             return _rule(*labels[0])
-        core = self.numbering.core(op.inputs[0].number)
-        if core in self.inputs:
+        if core in self.inputs and not is_whole:
             return _input_of(self.inputs[core])
         if core in self.inside:
             return f"kept by the policy of region {_name(self.inside[core])}"
@@ -260,4 +290,4 @@ def _input_of(regions: Sequence[Region]) -> str:
 
 
 def _name(region: Region) -> str:
-    return region.module or "(no module)"
+    return region.module or NO_MODULE

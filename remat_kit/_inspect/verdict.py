@@ -113,6 +113,7 @@ def verdicts(
     present = _by_region(((op.module, op.primitive, op.count) for op in ops.ops), place)
     forward = _by_region(((*key, count) for key, count in ops.forward.items()), place)
     saved = _saved(residuals, natural, place)
+    slices = _in_slices(residuals)
     seconds: dict[str, float] = defaultdict(float)
     for (phase, module, _), cost in estimate.by_place.items():
         if phase == RECOMPUTE and (region := place.of(module)) is not None:
@@ -132,6 +133,8 @@ def verdicts(
         saving = None if natural is None or pieces else saved[region]
         if pieces:
             message = f"{pieces}; {message}"
+        if region in slices:
+            message = f"{message}; {slices[region]}"
         found.append(
             Verdict(region, verdict, saving, flops, seconds[region], kept, message, pieces)
         )
@@ -205,6 +208,18 @@ def _saved(
             if region is not None and not r.is_input and r.memory == "device":
                 saved[region] += sign * r.bytes
     return saved
+
+
+def _in_slices(residuals: Sequence[Residual]) -> dict[str, str]:
+    """Say for each region that saves inputs in slices how many bytes of them a device saves."""
+    sizes: Counter[tuple[str, str]] = Counter()
+    for r in residuals:
+        if found := _residuals.sliced_input(r):
+            sizes[found] += r.bytes
+    return {
+        region: f"its inputs are saved in slices over {axis!r}, {format_bytes(n)} on each device"
+        for (axis, region), n in sizes.items()
+    }
 
 
 def _kept_fraction(asked: _Asked, present: Counter[str], forward: Counter[str]) -> float:

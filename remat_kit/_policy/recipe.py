@@ -121,7 +121,7 @@ _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
         ),
         *(_selectors.source, _selectors.larger_than, _selectors.smaller_than, _selectors.cheap),
         *(_structural.uniform, _structural.block, _structural.segments, _structural.nested),
-        *(_structural.pieces, _structural.planned, _structural.auto),
+        *(_structural.pieces, _structural.sliced, _structural.planned, _structural.auto),
         _algebra.callable_policy,
     )
 }
@@ -314,6 +314,7 @@ _PARAMETERS: dict[str, tuple[Callable[[str], str], str]] = {
     "size": (_as_size, "1MiB"),
     "names": (_as_names, "a,b"),
     "text": (repr, ".*_proj"),
+    "axis": (repr, "model"),
 }
 
 
@@ -335,7 +336,8 @@ class Recipe:
       origin: the library or paper that uses this policy, with the address of its documentation.
       aliases: other names of the recipe.
       parameters: empty, or one pair of the parameter's name and its type: ``int``,
-        ``int or None``, ``size``, ``names`` (one or more, separated by commas) or ``text``.
+        ``int or None``, ``size``, ``names`` (one or more, separated by commas), ``text`` or
+        ``axis`` (the name of a mesh axis).
 
     Raises:
       PolicyError: ``text`` is not the text of a policy, or a parameter is not well formed.

@@ -37,6 +37,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,7 @@ from remat_kit._program.program import (
     GATHERED_PARAMETER,
     MADE_BY_COLLECTIVE,
     Program,
+    bodies,
     evaluate,
 )
 from remat_kit._program.sharding import Shards, ValueShard
@@ -327,19 +329,38 @@ class Collector:
         self, traced: _jax.Traced, arrays: Sequence[Any], base: Sequence[str]
     ) -> tuple[_jax.Traced, list[Any]]:
         """Return a trace and its arguments behind a barrier."""
-        avals = traced.closed.in_avals
+        scope = self._meet(traced.closed.in_avals, base)
+        return behind_barrier(traced, arrays, scope)
+
+    def barred(
+        self, program: Program, args: Sequence[Any], base: Sequence[str]
+    ) -> tuple[Program, list[Any]]:
+        """Return a region and its arguments behind a barrier; ``base`` is its module path."""
+        values = [*program.consts, *args]
+        values = _behind_barrier(values, self._meet(list(map(jax.typeof, values)), base))
+        count = len(program.consts)
+        return dataclasses.replace(program, consts=tuple(values[:count])), values[count:]
+
+    def _meet(self, avals: Sequence[Any], base: Sequence[str]) -> str:
         self.met.append((key_of(base, avals), markable(avals), len(avals)))
-        return behind_barrier(traced, arrays, f"{_REGION}{len(self.met) - 1}")
+        return f"{_REGION}{len(self.met) - 1}"
 
     def known(self, traced: Any) -> Known:
         """Return the shardings that Shardy finds in the first trace, a `jax.stages.Traced`."""
+        given = _barred_arguments(traced.jaxpr)
         found = _sharding.barrier_shardings(traced, _REGION) or {}
         known: dict[Key, set[Any]] = {}
+        arguments: dict[Key, set[tuple[bool, ...]]] = {}
         for i, (key, places, count) in enumerate(self.met):
             if i in found:
                 split = dict(zip(places, found[i], strict=False))
                 known.setdefault(key, set()).add(tuple(split.get(p) for p in range(count)))
-        return Known(known)
+            if i in given:
+                flags = dict(zip(places, given[i], strict=False))
+                arguments.setdefault(key, set()).add(
+                    tuple(flags.get(p, True) for p in range(count))
+                )
+        return Known(known, arguments)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -349,9 +370,46 @@ class Known:
     Attributes:
         found: for each call of a decorated function, the shardings of its inputs, None for those
             that are not split; several if calls that cannot be told apart are split differently.
+        arguments: for each call, which of its inputs are arguments of the whole program, cast or
+            moved at most.
     """
 
     found: Mapping[Key, set[tuple[jax.sharding.NamedSharding | None, ...]]]
+    arguments: Mapping[Key, set[tuple[bool, ...]]] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def mesh(self) -> Any:
+        """The mesh of the program, an abstract one; None if it splits no input."""
+        every = (s for calls in self.found.values() for split in calls for s in split)
+        return next((s.mesh.abstract_mesh for s in every if s is not None), None)
+
+    @functools.cached_property
+    def has_activations(self) -> bool:
+        """Whether the program computes an input of any region."""
+        return not all(all(flags) for calls in self.arguments.values() for flags in calls)
+
+    def activations(self, base: Sequence[str], avals: Sequence[Any]) -> list[Axes | None] | None:
+        """Return the mesh axes that split each input of a region that the program computes.
+
+        An input counts as computed if it is in any of the calls that cannot be told apart.
+
+        None for an input that is an argument of the program. The result is None if the shardings
+        are unknown, or those of several calls.
+
+        Args:
+            base: the module path of the region.
+            avals: the types of its inputs.
+        """
+        key = key_of(base, avals)
+        splits, arguments = self.found.get(key, set()), self.arguments.get(key, set())
+        if len(splits) != 1 or not arguments:
+            return None
+        given = [all(flags) for flags in zip(*arguments, strict=True)]
+        shardings = next(iter(splits))
+        return [
+            None if moved else _axes_of(len(aval.shape), sharding)
+            for aval, sharding, moved in zip(avals, shardings, given, strict=True)
+        ]
 
     def marked(self, program: Program, inputs: int) -> Program | None:
         """Return a program in which the values that a collective makes have a checkpoint name.
@@ -408,14 +466,23 @@ def behind_barrier(
     traced: _jax.Traced, arrays: Sequence[Any], scope: str
 ) -> tuple[_jax.Traced, list[Any]]:
     """Return a trace and its arguments with a barrier behind all values that enter the program."""
-    values = [*traced.consts, *arrays]
-    places = markable(traced.closed.in_avals)
-    with jax.named_scope(scope):
-        outs = jax.lax.optimization_barrier([values[i] for i in places])
-    for place, out in zip(places, outs, strict=True):
-        values[place] = out
+    values = _behind_barrier([*traced.consts, *arrays], scope)
     constants = len(traced.consts)
     return dataclasses.replace(traced, consts=tuple(values[:constants])), values[constants:]
+
+
+def _behind_barrier(values: Sequence[Any], scope: str) -> list[Any]:
+    places = markable(list(map(jax.typeof, values)))
+    with jax.named_scope(scope):
+        outs = jax.lax.optimization_barrier([values[i] for i in places])
+    passed = dict(zip(places, outs, strict=True))
+    return [passed.get(i, x) for i, x in enumerate(values)]
+
+
+def _axes_of(rank: int, sharding: jax.sharding.NamedSharding | None) -> Axes:
+    names = () if sharding is None else sharding.spec
+    axes = [(a,) if isinstance(a, str) else tuple(a or ()) for a in names]
+    return (*axes, *[()] * (rank - len(axes)))
 
 
 def markable(avals: Sequence[Any]) -> list[int]:
@@ -425,6 +492,69 @@ def markable(avals: Sequence[Any]) -> list[int]:
         for i, aval in enumerate(avals)
         if not _jax.is_ref(aval) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     ]
+
+
+# -- which inputs of regions are arguments --------------------------------------------------------
+
+
+def _barred_arguments(closed: Any) -> dict[int, tuple[bool, ...]]:
+    """Tell which values at the barrier of each region are arguments of a program.
+
+    An argument that was only cast or moved counts too, also as a slice of a stack of parameters
+    that a scan runs over. What a scan carries is computed, unless a gradient is taken in its body,
+    as in a loop of training steps.
+    """
+    found: dict[int, tuple[bool, ...]] = {}
+
+    def look(jaxpr: Any, given: Sequence[bool], backward: bool) -> list[bool]:
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        moved = dict.fromkeys(jaxpr.constvars, True) | dict(zip(jaxpr.invars, given, strict=True))
+        seen: set[int] = set()  # in forward mode there is a second barrier, of the tangents
+
+        def of(atom: Any) -> bool:
+            return isinstance(atom, jec.Literal) or moved[atom]
+
+        for eqn in jaxpr.eqns:
+            flags = list(map(of, eqn.invars))
+            is_backward = backward or "transpose" in _jax.transforms_of(eqn)
+            if eqn.primitive.name == "optimization_barrier":
+                outs = flags
+                number = None if is_backward else _region_of(eqn)
+                if number is not None and number not in seen:
+                    seen.add(number)
+                    before = found.get(number, (True,) * len(flags))
+                    found[number] = tuple(a and b for a, b in zip(flags, before, strict=False))
+            elif eqn.primitive.name in _MOVES:
+                outs = flags[:1] * len(eqn.outvars)
+            else:
+                outs = inside(eqn, flags, is_backward)
+            moved.update(zip(eqn.outvars, outs, strict=True))
+        return [of(v) for v in jaxpr.outvars]
+
+    def inside(eqn: Any, flags: list[bool], backward: bool) -> list[bool]:
+        outs = [False] * len(eqn.outvars)
+        for body in bodies(eqn):
+            jaxpr = getattr(body.jaxpr, "jaxpr", body.jaxpr)
+            if body.kind == "loop":
+                first, carried = _jax.scan_arity(eqn)
+                if not any("transpose" in _jax.transforms_of(e) for e in jaxpr.eqns):
+                    flags = [f and not first <= i < first + carried for i, f in enumerate(flags)]
+            elif body.kind == "branch":
+                flags = flags[-len(jaxpr.invars) :]
+            if len(flags) == len(jaxpr.invars):
+                results = look(jaxpr, flags, backward)
+                if body.kind in ("call", "rule") and len(results) == len(outs):
+                    outs = results
+        return outs
+
+    look(closed, [True] * len(closed.jaxpr.invars), False)
+    return found
+
+
+def _region_of(eqn: Any) -> int | None:
+    """Return the number of the region whose barrier an equation is, or None for another barrier."""
+    number = re.search(rf"\b{_REGION}(\d+)\b", str(eqn.source_info.name_stack))
+    return None if number is None else int(number.group(1))
 
 
 # -- the context ----------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ PARAMETERS = {
     "block": "2",
     "larger_than": "256B",
     "mindspore_primitive": "max,exp,tanh",
+    "mindspore_recompute_slice_activation": "model",
     "chunked_attention": "2",
     "maxtext_vocab_tiling": "2",
     "names": "attn_out",

@@ -15,7 +15,7 @@ from remat_kit._policy.selectors import (
     dots,
     named,
 )
-from remat_kit._policy.structural import block, nested, pieces, segments, uniform
+from remat_kit._policy.structural import block, nested, pieces, segments, sliced, uniform
 from remat_kit._program.value import Value
 
 RECOMPUTE, OFFLOAD, SAVE = Decision
@@ -56,3 +56,16 @@ def test_pieces_are_text_too() -> None:
             pieces(8, axis=axis)  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="cannot be combined"):
         pieces(8) | save(dots)
+
+
+def test_slices_are_text_too() -> None:
+    assert parse(repr(sliced("model"))) == sliced("model")
+    assert resolve("mindspore_recompute_slice_activation:model") == sliced("model")
+    assert sliced("model").decide(_MODEL[0]) is RECOMPUTE
+    for wrong in ("", 1, None, ("data", "model")):
+        with pytest.raises(PolicyError, match="the axis is not a name"):
+            sliced(wrong)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="cannot be combined"):
+        sliced("model") | save(dots)
+    with pytest.raises(PolicyError, match="for the values inside a region"):
+        uniform(2, keep=sliced("model"))

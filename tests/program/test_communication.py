@@ -1,6 +1,7 @@
 """Which values a collective makes, from the shardings of operands and results."""
 
 import doctest
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -115,3 +116,80 @@ def test_a_split_into_unequal_parts_does_not_hide_the_others():
     flat = program(masked, (8, 8), (16, 8), (3, 3))
     found = known(flat, (P("data"), P("data"), P("model", "data"))).marked(flat, 3)
     assert names(found) == [GATHERED_PARAMETER]
+
+
+# -- the inputs of regions ------------------------------------------------------------------------
+
+
+def activations(fn, *args):
+    """Return, for each region that ``fn`` has behind a barrier, which inputs it computes."""
+    collector = communication.Collector()
+
+    def block(w, x):
+        flat = Program.of(jax.make_jaxpr(layer)(w, x))
+        return communication.evaluate(*collector.barred(flat, [w, x], ()))[0]
+
+    traced = jax.jit(functools.partial(fn, block)).trace(*args)
+    found = collector.known(traced)
+    key = key_of((), [jax.typeof(a) for a in (W, X)])
+    return [tuple(not moved for moved in flags) for flags in found.arguments[key]]
+
+
+W, X = jnp.ones((8, 8)), jnp.ones((16, 8))
+
+
+def test_arguments_are_not_activations():
+    assert activations(lambda block, w, x: block(w, x), W, X) == [(False, False)]
+    assert activations(lambda block, w, x: block(w.T, jnp.sin(x)), W, X) == [(False, True)]
+    assert activations(lambda block, w, x: block(w * 2, x), W, X) == [(True, False)]
+
+
+def test_calls_that_cannot_be_told_apart_have_all_activations_of_any():
+    found = activations(lambda block, w, x: block(w, block(w, x)), W, X)
+    assert sorted(found) == [(False, False), (False, True)]
+    shared = activations(lambda block, w, x: (b := jax.jit(block))(w, b(w, x)), W, X)
+    assert shared == [(False, True)]
+
+
+@pytest.mark.parametrize("wrap", [jax.grad, lambda f: jax.jit(jax.grad(jax.jit(f)))])
+def test_the_backward_pass_does_not_count(wrap):
+    def step(block, w, x):
+        return wrap(lambda w: jnp.sum(block(w, jnp.sin(x))))(w)
+
+    assert activations(step, W, X) == [(False, True)]
+
+
+def test_a_scan_over_layers_and_a_scan_over_steps():
+    def layers(block, ws, x):
+        return jax.lax.scan(lambda x, w: (block(w, x), None), x, ws)
+
+    assert activations(layers, W[None], X) == [(False, True)]
+
+    def steps(block, w, x):
+        def step(w, _):
+            return w - jax.grad(lambda w: jnp.sum(block(w, jnp.sin(x))))(w), None
+
+        return jax.lax.scan(step, w, length=3)
+
+    assert activations(steps, W, X) == [(False, True)]
+
+
+def test_a_branch_of_a_conditional():
+    def either(block, w, x):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: block(w, x), lambda x: x, jnp.sin(x))
+
+    assert activations(either, W, X) == [(False, True)]
+
+
+def test_how_the_activations_are_split():
+    data = NamedSharding(MESH, P("data"))
+    key, avals = key_of(("net",), [jax.typeof(W), jax.typeof(X)]), [jax.typeof(W), jax.typeof(X)]
+    found = Known({key: {(None, data)}}, {key: {(True, False)}})
+    assert found.activations(("net",), avals) == [None, (("data",), ())]
+    assert found.has_activations
+    assert found.mesh == MESH
+    assert found.activations((), avals) is None
+    assert not Known({key: {(None, data)}}, {key: {(True, True)}}).has_activations
+    assert Known({key: {(None, None)}}).mesh is None
+    several = Known({key: {(None, data), (None, None)}}, {key: {(True, False)}})
+    assert several.activations(("net",), avals) is None

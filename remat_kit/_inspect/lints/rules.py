@@ -29,7 +29,7 @@ from remat_kit._inspect.lints.scene import (
     rule_of,
 )
 from remat_kit._inspect.recomputed import Recomputed
-from remat_kit._inspect.residuals import Residual
+from remat_kit._inspect.residuals import Residual, sliced_input
 from remat_kit._policy import algebra as _algebra
 from remat_kit._policy import selectors as _selectors
 from remat_kit._policy.algebra import Decision, Policy, Selector
@@ -100,7 +100,7 @@ def collectives(scene: Scene) -> Iterator[Lint]:
 def repeated_collectives(scene: Scene) -> Iterator[Lint]:
     """Find the collectives of a compiled program that only recomputation needs a second time."""
     for target, facts in scene.compiled.items():
-        again = [c for c in facts.collectives if c.repeated]
+        again = [c for c in facts.collectives if c.repeated and not _gathers_slices(scene, c)]
 
         def key(c: Collective) -> Any:
             return c.kind, c.axes, _paths.roll_up(c.module), c.source
@@ -116,6 +116,14 @@ def repeated_collectives(scene: Scene) -> Iterator[Lint]:
             )
             fix = _without_repetition(scene, kind, module)
             yield Lint("collective-repeated", message, fix, module, source, size)
+
+
+def _gathers_slices(scene: Scene, c: Collective) -> bool:
+    """Tell whether a collective gathers an input that a region saves in slices, as it should."""
+    sliced = {found for _, r in scene.kept if (found := sliced_input(r))}
+    regions = [region for axis, region in sliced if c.axes == (axis,)]
+    is_inside = any(not r or f"{c.module}/".startswith(f"{r}/") for r in regions)
+    return c.kind == "all-gather" and is_inside
 
 
 def _without_repetition(scene: Scene, kind: str, module: str) -> str:

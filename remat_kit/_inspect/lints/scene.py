@@ -247,7 +247,12 @@ def _loop_depth(op: Op) -> int | None:
 
 
 def changed_inside(policy: Policy, change: Callable[[Policy | None], Policy]) -> Policy:
-    """Change a policy; for one that places regions, change what it saves inside them."""
+    """Change a policy; for one that places regions, change what it saves inside them.
+
+    `sliced` saves nothing inside, so another policy takes its place.
+    """
+    if isinstance(policy, _structural.Sliced):
+        return change(policy.keep)
     if isinstance(policy, _structural.Structural):
         return dataclasses.replace(policy, keep=change(policy.keep))
     return change(policy)
