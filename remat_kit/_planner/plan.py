@@ -24,6 +24,7 @@ from remat_kit._chip.target import Target, for_arguments
 from remat_kit._errors import UserError
 from remat_kit._frameworks import flax as _flax
 from remat_kit._policy import recipe as _recipe
+from remat_kit._policy import schedule as _schedule
 from remat_kit._policy.schedule import Segment
 from remat_kit._policy.structural import Planned
 from remat_kit._program import paths as _paths
@@ -348,6 +349,8 @@ def plan(
         fn: the loss. It is called as ``fn(*args)`` and returns a scalar, or ``(scalar, aux)``. It
             may also be a training step, jitted or not, with the arguments that it is called with.
             The whole step is then compiled, and ``remat_kit.policy(plan)(step)`` runs it.
+            If it has checkpoint regions of its own, the regions of the plan take their place; a
+            note says so.
         args: pytrees of arrays or of `jax.ShapeDtypeStruct`.
         budget: one of these: bytes on the device, arguments and results included (``"14GiB"``, an
             integer); a share of the step's activation memory (0.5, ``"50%"``), that is, of its
@@ -458,6 +461,13 @@ def _notes(search: Search, answer: Answer, phase: str) -> Iterator[str]:
         yield "the peak is in the update of the parameters, so recomputing more cannot lower it"
     elif memory.peak_bytes is not None and point.cost.peak_bytes <= front.output_bytes:
         yield "arguments and gradients alone make the peak, so no recompute can lower it"
+    if any(part.graph.regions for part in (front, *front.others)):
+        parts = (point, *point.others)
+        does = "takes their place" if any(map(_has_regions, parts)) else "leaves them as they are"
+        yield (
+            f"the function has checkpoint regions of its own, and this plan {does}; the memory "
+            "without a plan is that of the function with its regions"
+        )
     if memory.drops_offload(point.host_bytes):
         dropped = (
             f"the compiler left arrays on the device that the plan offloads: only "
@@ -475,6 +485,10 @@ def _notes(search: Search, answer: Answer, phase: str) -> Iterator[str]:
         lower = search.floor(memory.peak_bytes or answer.predicted)
         if lower is not None:
             yield str(lower)
+
+
+def _has_regions(point: Point) -> bool:
+    return _schedule.has_regions(point.schedule) or point.graph is not None
 
 
 def _unknown_costs(modules: Sequence[ModulePlan]) -> Iterator[str]:

@@ -122,6 +122,11 @@ Schedule: TypeAlias = tuple[Segment[_V], ...]
 # -- the text -----------------------------------------------------------------------------------
 
 
+def has_regions(schedule: Sequence[Segment[Any]]) -> bool:
+    """Tell whether a schedule runs any part of a program in another way than it is written."""
+    return any(not s.plain or s.kept or s.inside or s.loops for s in schedule)
+
+
 def lines(schedule: Sequence[Segment[Place]]) -> tuple[str, ...]:
     """Return the text of a schedule.
 

@@ -313,11 +313,11 @@ def evaluate(
 
 def without_region_boundaries(program: Program) -> Program:
     """Return the same program with each checkpoint region replaced by its equations."""
-    if not any(e.primitive.name in _REGIONS or _is_hi_region(e) for e in program.eqns):
+    if not has_regions(program):
         return program
 
     def step(eqn: Any, values: list[Any]) -> list[Any]:
-        if eqn.primitive.name not in _REGIONS and not _is_hi_region(eqn):
+        if not _is_region(eqn):
             return _jax.bind(eqn, values)
         (body,) = bodies(eqn)
         path = "/".join(module_path(eqn))
@@ -332,12 +332,17 @@ def without_region_boundaries(program: Program) -> Program:
     return Program.of(spliced, program.base)
 
 
+def has_regions(program: Program) -> bool:
+    """Tell whether a program has checkpoint regions, outside of the bodies of its loops."""
+    return any(map(_is_region, program.eqns))
+
+
 _REGIONS = frozenset({"remat2", "remat", "checkpoint"})
 
 
-def _is_hi_region(eqn: Any) -> bool:
+def _is_region(eqn: Any) -> bool:
     hi = _jax.hi_primitive(eqn)
-    return hi is not None and "Remat" in type(hi).__name__
+    return eqn.primitive.name in _REGIONS or (hi is not None and "Remat" in type(hi).__name__)
 
 
 # -- the program that a plan is made for ----------------------------------------------------------

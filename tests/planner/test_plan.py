@@ -406,3 +406,30 @@ def test_a_loss_that_captures_an_array(kind):
     for policy in (found, front.policy(front.points[0])):
         expected, got = (jax.grad(f)(*args) for f in (loss, remat_kit.policy(policy)(loss)))
         np.testing.assert_array_equal(got, expected)
+
+
+# -- functions with regions of their own --------------------------------------------------------
+
+
+def step_of(loss):
+    return lambda ws, x: jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws, x))
+
+
+@lean
+@pytest.mark.parametrize("what", [lambda loss: loss, step_of], ids=["loss", "step"])
+@pytest.mark.parametrize("budget", ["min", 1.0, "free"])
+def test_a_plan_of_a_function_with_regions_has_the_figures_of_the_program_that_it_runs(
+    budget, what
+):
+    fn = what(remat_kit.policy("nothing", at="block_*")(mlp))
+    args = ([(struct(16, 64), struct(64, 16))] * LAYERS, struct(4096, 16))
+    found = remat_kit.plan(fn, *args, budget=budget)
+    assert (
+        found.compiled_peak_bytes
+        == remat_kit.measure(remat_kit.policy(found)(fn), *args).peak_bytes
+    )
+    assert found.baseline.peak_bytes == remat_kit.measure(fn, *args).peak_bytes
+    (note,) = (note for note in found.notes if "regions of its own" in note)
+    is_plain = all(line.endswith("plain") for line in found.lines if ":" in line)
+    assert ("leaves them as they are" in note) == is_plain
+    assert not any("regions of its own" in n for n in remat_kit.plan(mlp, *ARGS, budget=1.0).notes)

@@ -51,7 +51,7 @@ from remat_kit._program import ops as _ops
 from remat_kit._program import program as _program
 from remat_kit._program import sharding as _sharding
 from remat_kit._program.ops import is_fusible, is_view, reduces
-from remat_kit._program.program import Program, flat_program
+from remat_kit._program.program import Program, flat_program, has_regions
 from remat_kit._program.sharding import Shards, SplitProduct, ValueShard
 from remat_kit._program.steps import taken as _taken
 from remat_kit._program.steps.gradient import (
@@ -127,12 +127,13 @@ def trace(
     active = [False] * len(program.consts) + active
     wanted = [i == 0 for i in range(len(program.outvars))]
     shards = _shards_of(closed, program, jax.tree.leaves(structs), call)
-    if shards is None or not returned:
-        return _build(program, active, wanted, chip, shards=shards)
-    gradients = _gradient_bytes(gradient, structs, positions)
-    own = len(program.consts)
-    gradients = {own + i: size for i, size in gradients.items()}
-    return _build(program, active, wanted, chip, shards=shards, gradients=gradients)
+    gradients = None
+    if shards is not None and returned:
+        own = len(program.consts)
+        found = _gradient_bytes(gradient, structs, positions)
+        gradients = {own + i: size for i, size in found.items()}
+    graph = _build(program, active, wanted, chip, shards=shards, gradients=gradients)
+    return dataclasses.replace(graph, regions=has_regions(Program.of(closed)))
 
 
 def _gradient_bytes(
@@ -172,7 +173,11 @@ def of_loss(loss: Loss, chip: LinkedChip, *, call: str = "frontier") -> CostGrap
     Raises:
         UserError: the step is partitioned, and the shardings inside of the loss are unknown.
     """
-    program = loss.flat()
+    graph = _of_flat(loss, loss.flat(), chip, call)
+    return dataclasses.replace(graph, regions=has_regions(Program.of(loss.jaxpr)))
+
+
+def _of_flat(loss: Loss, program: Program, chip: LinkedChip, call: str) -> CostGraph:
     own = len(program.invars) - len(loss.active)
     active = [False] * own + list(loss.active)
     if loss.axes is not None:

@@ -196,6 +196,7 @@ class CostGraph:
             of the forward pass into that of the backward pass.
         reuses: whether the compiler stores temporaries in the memory of later results.
         divided: the program with the segments that run in pieces; None if there are none.
+        regions: whether the function has checkpoint regions of its own. They are not in the graph.
         early: whether the compiler may recompute a region around regions before the derivatives of
             the later equations outside of all regions have run. XLA:CPU does, because it removes
             the barriers before it orders the operations (jax 0.12).
@@ -209,6 +210,7 @@ class CostGraph:
     reuses: bool = True
     early: bool = False
     divided: Divided | None = dataclasses.field(default=None, repr=False)
+    regions: bool = False
 
     @functools.cached_property
     def forward_flops(self) -> float:
