@@ -51,6 +51,7 @@ from remat_kit._inspect.tables import (
 from remat_kit._inspect.whatif import worthwhile
 from remat_kit._program import ops as _ops
 from remat_kit._program.paths import roll_up as roll_up
+from remat_kit._program.steps.gradient import Gradient
 from remat_kit._program.steps.losses import Loss, gradients_of
 from remat_kit._show import figures as _figures
 from remat_kit._show import page as _page
@@ -147,7 +148,6 @@ def inspect(
         if lint.code in _VOID and chips.readings:
             _frames.warn(f"`inspect`: {lint.message}", lint.fix)
     unknown = tuple(u for gradient in gradients for u in _recomputed.unknown_costs(gradient))
-    unplaced = list(dict.fromkeys(name for gradient in gradients for name in gradient.unplaced))
     parameters = [leaf for part in parts for leaf in part.parameters]
     report = Report(
         policy=label or policy_text(policy),
@@ -159,7 +159,7 @@ def inspect(
         memory=chips.memory,
         hlo=chips.hlo,
         readings=chips.readings,
-        notes=tuple(dict.fromkeys(_notes(chips, step, unknown, unplaced))),
+        notes=tuple(dict.fromkeys(_notes(chips, step, unknown, gradients))),
         lints=lints,
         unknown_costs=unknown,
         parameters=sum(x.size for x in parameters),
@@ -226,17 +226,24 @@ class _OnTargets:
 
 
 def _notes(
-    chips: _OnTargets, step: Any, unknown: Sequence[UnknownCost], unplaced: Sequence[str]
+    chips: _OnTargets, step: Any, unknown: Sequence[UnknownCost], gradients: Sequence[Gradient]
 ) -> list[str]:
     """Return what the reader must know about the figures of a report."""
     notes = [n for m in chips.memory.values() for n in m.all_notes]
     if any(m.devices > 1 for m in chips.memory.values()):
         notes.append("the program is partitioned: bytes, FLOPs and times are those of one device")
+    unplaced = dict.fromkeys(name for gradient in gradients for name in gradient.unplaced)
     if unplaced:
         names = ", ".join(unplaced)
         notes.append(
             f"it is unknown how the devices split {names}: the traced FLOPs and bytes of these "
             "operations, saved, recomputed or in the loss, are those of all devices together"
+        )
+    if any(gradient.estimated for gradient in gradients):
+        notes.append(
+            "the traced FLOPs of the convolutions that the devices split are estimates, because "
+            "the partitioner may split them in another way; the roofline's are those of the "
+            "compiled program"
         )
     if step is not None:
         notes.append("a training step, with " + "; ".join(str(StepLoss.of(x)) for x in step.losses))

@@ -7,6 +7,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from report_programs import KEYS, MLP, W, X, gpt, loss, mlp
 
 import remat_kit
@@ -114,3 +115,25 @@ def test_rich_is_imported_when_it_is_needed():
     code = "import sys, remat_kit; print('rich' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+# -- on several devices -----------------------------------------------------------------------
+
+
+def test_the_flops_of_convolutions_that_devices_split_are_said_to_be_estimates():
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def convolved(w, x):
+        dimensions = ("NHWC", "HWIO", "NHWC")
+        return jnp.sum(jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", None, None, dimensions))
+
+    def notes(fn, x, spec, w):
+        place = NamedSharding(mesh, PartitionSpec(*spec))
+        x = jax.ShapeDtypeStruct(x, jnp.float32, sharding=place)
+        report = remat_kit.inspect(fn, jax.ShapeDtypeStruct(w, jnp.float32), x)
+        return [note for note in report.notes if "estimates" in note]
+
+    kernel = (3, 3, 4, 4)
+    assert len(notes(convolved, (8, 16, 16, 4), ("data",), kernel)) == 1
+    assert not notes(convolved, (8, 16, 16, 4), (), kernel)
+    assert not notes(lambda w, x: jnp.sum(x @ w), (8, 16), ("data",), (16, 4))
