@@ -132,7 +132,13 @@ FORWARD = {
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("transform", [*TRANSFORMATIONS, *FORWARD])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "third derivative" else [])
+        for name in [*TRANSFORMATIONS, *FORWARD]
+    ],
+)
 def test_transformations_compose(f, policy, transform, implementation):
     if f is opaque and transform in FORWARD:
         pytest.skip("a custom_vjp function has no forward mode")

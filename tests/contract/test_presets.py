@@ -52,7 +52,7 @@ PRESETS = [r.name for r in remat_kit.recipes()]
 # By default every preset is tried on one model, and models in Linen and in NNX with these. Scans
 # have a body that is kept another way, and take what is said of several layers at once.
 FEW = ["nothing", "dots"]
-FEW_OF_SCANS = ["nothing", "offload_dots", "uniform:2", "nested:2"]
+FEW_OF_SCANS = ["nothing", "nested:2"]
 
 
 # Not every model has the names that every preset asks for, which is said as a warning.

@@ -384,6 +384,7 @@ def test_estimate_takes_names_and_modules():
         remat_kit.estimate(tower, *args, checkpoints=["out_33"])
 
 
+@pytest.mark.slow
 def test_plans_of_pooled_networks_compose():
     weights, x = pooled_args()
     one = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)

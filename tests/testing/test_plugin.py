@@ -97,6 +97,7 @@ def test_the_life_of_a_baseline(project):
     result.stdout.fnmatch_lines(["*test_memory?a?: cpu: the peak shrank from *; keep it: pytest *"])
 
 
+@pytest.mark.slow
 def test_another_version_and_a_damaged_file(project):
     project.write(LESS)
     project.run(UPDATE).assert_outcomes(passed=2)

@@ -72,6 +72,7 @@ def test_variants_divide_the_largest_arrays_first_and_equal_blocks_alike():
         assert all(a.stop <= b.start for a, b in itertools.pairwise(divisions))
 
 
+@pytest.mark.slow
 def test_the_frontier_goes_on_below_the_least_without_pieces():
     without, with_pieces = found()
     least, lower = without.points[0], with_pieces.points[0]

@@ -15,7 +15,7 @@ _SIZES = st.sampled_from([1, 4, 6])
 _PIECES = st.integers(2, 4)
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(shape=st.tuples(_SIZES, _SIZES, _SIZES), dim=st.integers(0, 2), pieces=_PIECES)
 def test_iota(shape: tuple[int, ...], dim: int, pieces: int) -> None:
     found = check_all_ways(lambda: lax.broadcasted_iota(jnp.int32, shape, dim), pieces=pieces)
@@ -32,7 +32,7 @@ def test_windows() -> None:
     assert {w.outputs[0].axis for w in found if isinstance(w.outputs[0], Along)} == {0, 3}
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(shape=st.tuples(_SIZES, _SIZES), width=_SIZES, pieces=_PIECES)
 def test_gather(shape: tuple[int, int], width: int, pieces: int) -> None:
     table, index = floats(5, width), ints(*shape)
