@@ -12,6 +12,7 @@ Its budget, ``"min"``, asks for the lowest peak that the planner reaches.
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from remat_kit._policy.structural import Planned
 from remat_kit._program import paths as _paths
 from remat_kit._program.steps.gradient import Argnums
 from remat_kit._show.table import Table
-from remat_kit._units import format_bytes, format_flops
+from remat_kit._units import format_bytes, format_flops, format_percent
 
 # The rest of the planner is imported by the functions that plan: it takes 0.1 s, and reading the
 # name `remat_kit.plan` does not need it.
@@ -468,6 +469,7 @@ def _notes(search: Search, answer: Answer, phase: str) -> Iterator[str]:
             f"the function has checkpoint regions of its own, and this plan {does}; the memory "
             "without a plan is that of the function with its regions"
         )
+    yield from _nearly_fits(search, answer)
     if memory.drops_offload(point.host_bytes):
         dropped = (
             f"the compiler left arrays on the device that the plan offloads: only "
@@ -485,6 +487,26 @@ def _notes(search: Search, answer: Answer, phase: str) -> Iterator[str]:
         lower = search.floor(memory.peak_bytes or answer.predicted)
         if lower is not None:
             yield str(lower)
+
+
+# A faster plan is mentioned if it needs at most this multiple of the budget, and takes at most this
+# share of the time.
+_NEARLY = 1.02
+_FASTER = 0.95
+
+
+def _nearly_fits(search: Search, answer: Answer) -> Iterator[str]:
+    """Yield which compiled plan is much faster and misses the budget by little, if there is one."""
+    peaks = {place: search.measured(place) for place in search.known}
+    limit = math.inf if answer.limit is None else answer.limit
+    missed = [p for p, peak in peaks.items() if peak and limit < peak <= _NEARLY * limit]
+    times = {p: sum(_seconds(search, p)) for p in (*missed, answer.place)}
+    best = min(times, key=lambda p: times[p])
+    if times[best] <= _FASTER * times[answer.place]:
+        peak = peaks[best] or 0
+        less = format_percent(1 - times[best] / times[answer.place])
+        more = format_bytes(peak - limit)
+        yield f"with {more} more, budget={peak}, a plan takes {less} less time by the roofline"
 
 
 def _has_regions(point: Point) -> bool:

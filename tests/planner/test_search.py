@@ -17,6 +17,7 @@ from remat_kit._chip import target as _target
 from remat_kit._cli import commands as _commands
 from remat_kit._cli import main as _main
 from remat_kit._errors import UserError
+from remat_kit._planner import plan as _plan
 from remat_kit._planner import search as _search
 from remat_kit._planner.steps import frontier_for
 
@@ -205,6 +206,35 @@ def test_the_schedules_of_repeated_blocks_are_compiled_for_a_partitioned_program
     budget = max(search.points[p].predicted_peak_bytes for p in search.blocks)
     assert search.run(budget).place in search.blocks
     assert all(place in search.known for place in search.blocks)
+
+
+@pytest.mark.parametrize(
+    ("over", "share", "noted"), [(1, 0.5, True), (1, 0.97, False), (5, 0.5, False)]
+)
+def test_a_faster_plan_that_misses_the_budget_by_little_is_noted(monkeypatch, over, share, noted):
+    budget = 10**9
+
+    def compiled(self, place):
+        peak = budget * (100 + over) // 100 if place in self.blocks else budget
+        before = self.seconds[self.plain]
+        return peak, (share if place in self.blocks else 1.0) * 2 * before - before
+
+    pretended(monkeypatch, compiled)
+    search = search_of(blocks, SPLIT_ARGS)
+    search.compile(search.plain)
+    search.known[search.plain] = dataclasses.replace(
+        search.known[search.plain], peak_bytes=2 * budget
+    )
+    lean = next(p for p in range(len(search.points)) if p not in search.blocks)
+    for place in (lean, *search.blocks):
+        search.compile(place)
+    answer = _search.Answer(lean, budget, budget)
+    found = [note for note in _plan.answered(search, answer).notes if "less time" in note]
+    assert bool(found) == noted
+    if noted:
+        assert found == [
+            "with 9.54 MiB more, budget=1010000000, a plan takes 50 % less time by the roofline"
+        ]
 
 
 def test_compiled_times_with_collectives_choose_among_those_that_fit(monkeypatch):
