@@ -281,7 +281,7 @@ class _SegmentSearch:
         self.program = graph.program
         self.options: list[Option] = []
         self.blocked = set[int]()  # arrays that cannot be divided
-        self.sizes = [_ops.nbytes(_aval(graph, t.index)) for t in graph.tensors]
+        self.sizes = [_size(_aval(graph, t.index)) for t in graph.tensors]
         self.known: dict[Any, tuple[tuple[int, int, PieceCost], ...]] = {}
 
     # .. which segments
@@ -463,6 +463,18 @@ class _SegmentSearch:
             return tuple(v in moving for v, _ in loop.inputs)
 
         return of
+
+
+def _size(aval: Any) -> int:
+    """Return the bytes of an array, as if a float of less than four bytes had four.
+
+    The scores of an attention in bfloat16 are converted to float32 for the softmax. They take half
+    the bytes then, but are no narrower, and a segment must not begin with them.
+    """
+    size = _ops.nbytes(aval)
+    if jnp.issubdtype(aval.dtype, jnp.floating) and size < 4 * aval.size:
+        return 4 * aval.size
+    return size
 
 
 def _aval(graph: CostGraph, t: int) -> Any:

@@ -234,3 +234,22 @@ def test_a_least_plan_and_an_error_without_pieces_name_the_floor():
     assert least.baseline is not None
     if least.compiled_peak_bytes < least.baseline.peak_bytes:  # not with jax 0.10
         assert "may go below" not in str(plan(fn, *args, budget="fit", compiles=2))
+
+
+def test_a_segment_does_not_begin_with_scores_in_half_precision():
+    def loss(w, x):
+        x = x @ w
+        scores = jnp.einsum("bqd,bkd->bqk", x, x)
+        weights = jax.nn.softmax(scores.astype("float32"), -1).astype("bfloat16")
+        return jnp.sum(jnp.einsum("bqk,bkd->bqd", weights, x).astype("float32") ** 2)
+
+    half = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 16), (2, 1024, 16))]
+    graph = build.trace(loss, half, target("h100"))
+    product = next(
+        e.index
+        for e in graph.equations
+        if [graph.tensors[t].shape for t in e.makes] == [(2, 1024, 1024)]
+    )
+    (division, *_) = next(pieces.variants(graph, target("h100"))).divided.divisions
+    assert division.start <= product < division.stop
+    assert division.pieces > 2
