@@ -162,14 +162,18 @@ def _mib(size: int | None) -> float | None:
 
 
 def fits(case: Case, length: int, way: str, target: str) -> bool:
-    """Tell whether the gradient for one sequence of a length fits on a chip."""
+    """Tell whether the gradient for one sequence of a length fits on a chip.
+
+    A length at which the compiler refuses the program without a plan counts as one that does not
+    fit: the planner measures every plan against that program.
+    """
     sized = Case(case.name, case.module, {**case.size, "batch": 1, "seq": length})
     loss, args = sized.loss("nothing" if way == "blocks" else "none")
     if way == "blocks":
         return bool(remat_kit.measure(loss, *args, target=target).fits)
     try:
         plan = remat_kit.plan(loss, *args, budget="fit", target=target, pieces=way == "pieces")
-    except remat_kit.UserError:
+    except (remat_kit.UserError, remat_kit.CompileError):
         return False
     return bool(plan.compiled and plan.compiled.fits)
 

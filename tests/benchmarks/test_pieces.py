@@ -115,3 +115,11 @@ def test_whether_a_length_fits():
     for way in pieces.WAYS:
         assert pieces.fits(small, 64, way, "cpu@64MiB")
         assert not pieces.fits(small, 64, way, "cpu@100KiB")
+
+
+def test_a_length_that_the_compiler_refuses_does_not_fit(monkeypatch):
+    def refused(*_, **__):
+        raise remat_kit.CompileError("refused")
+
+    monkeypatch.setattr(remat_kit, "plan", refused)
+    assert not pieces.fits(pieces.SMOKE_LLAMA, 64, "pieces", "cpu")
