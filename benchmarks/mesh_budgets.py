@@ -35,7 +35,7 @@ from remat_kit._planner import plan as _plan
 
 _BERT = {"size": "large", "layers": 4, "batch": 64, "seq": 512, "dtype": "bf16"}
 CASES = {**mesh.CASES, "bert": Case("BERT", "bert", _BERT)}
-SMOKE = mesh.SMOKE
+SMOKE = {"gpt": Case("GPT, tiny", "gpt", mesh.SMOKE["gpt"].size)}
 BUDGETS = ("min", 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.75, 0.9)
 TARGETS = ("cpu:8", "h100:8")
 TOLERANCE = 0.1  # of a prediction, as a share of the compiled bytes
