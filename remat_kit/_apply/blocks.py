@@ -103,6 +103,7 @@ class BlockCutter:
                 hint="leave at= out",
             )
         written, program = program, _program.without_region_boundaries(program)
+        has_regions = program is not written  # of its own
         plan = self.plan_of(program, plan.losses())
         cse = not self.loop if self.prevent_cse is None else bool(self.prevent_cse)
         in_pieces = [line for line in plan.lines if _divisions.is_division(line)]
@@ -111,10 +112,8 @@ class BlockCutter:
             program = _divide.divided(program, found, self.app.call).program
         lines = [line for line in plan.lines if not _divisions.is_division(line)]
         schedule = _schedule.read(lines, program, call=self.app.call)
-        if not in_pieces and not _schedule.has_regions(schedule):
-            return evaluate(
-                written, args
-            )  # with the regions of its own, as the planner compiled it
+        if has_regions and not in_pieces and not _schedule.has_regions(schedule):
+            return evaluate(written, args)  # with its regions, as the planner compiled it
         return _run_schedule.run(program, schedule, args, prevent_cse=cse)
 
     def fits(self, program: Program, plan: _structural.Planned) -> bool:
