@@ -164,8 +164,7 @@ def _mib(size: int | None) -> float | None:
 def fits(case: Case, length: int, way: str, target: str) -> bool:
     """Tell whether the gradient for one sequence of a length fits on a chip.
 
-    A length at which the compiler refuses the program without a plan counts as one that does not
-    fit: the planner measures every plan against that program.
+    A length at which the compiler refuses the program counts as one that does not fit.
     """
     sized = Case(case.name, case.module, {**case.size, "batch": 1, "seq": length})
     loss, args = sized.loss("nothing" if way == "blocks" else "none")

@@ -94,7 +94,8 @@ class Plan(Planned):
         budget_bytes: the budget in bytes on the device; None for ``"min"`` and ``"free"``.
         predicted_peak_bytes: the peak that was predicted before this program was compiled.
         compiled: the memory of the compiled step under this plan.
-        baseline: the memory of the compiled step without a plan.
+        baseline: the memory of the compiled step without a plan; None if the compiler refuses that
+            program.
         minimum_bytes: the lowest peak that the planner knows of. It is the compiled peak if that
             schedule was compiled, and otherwise the predicted one.
         point: the predicted figures of the schedule.
@@ -384,6 +385,9 @@ def plan(
         NotDifferentiableError: ``fn`` cannot be differentiated.
         UnknownNameError: no chip or objective has that name.
         MissingPluginError: the compiler for the target is not installed.
+        CompileError: the compiler refuses the program without a plan, and either the plan with the
+            lowest predicted peak, too, or the budget is a share. If the compiler refuses only some
+            programs, a note of the plan says so.
     """
     from remat_kit._planner.schedules.proposals import silent
     from remat_kit._planner.search import Search, check_reachable, parsed_budget
@@ -440,7 +444,7 @@ def answered(search: Search, answer: Answer) -> Plan:
         budget_bytes=answer.limit,
         predicted_peak_bytes=answer.predicted,
         compiled=memory,
-        baseline=search.known[search.plain],
+        baseline=search.known.get(search.plain),
         minimum_bytes=least,
         point=point,
         step_seconds=step + extra,
@@ -469,6 +473,8 @@ def _notes(search: Search, answer: Answer, phase: str) -> Iterator[str]:
             f"the function has checkpoint regions of its own, and this plan {does}; the memory "
             "without a plan is that of the function with its regions"
         )
+    if search.refused:
+        yield search.refusals()
     yield from _nearly_fits(search, answer)
     if memory.drops_offload(point.host_bytes):
         dropped = (

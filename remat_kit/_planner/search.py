@@ -33,7 +33,7 @@ from remat_kit._compiled import hlo as _hlo
 from remat_kit._compiled import peak as _peak
 from remat_kit._compiled.collectives import collectives, link_times
 from remat_kit._compiled.roofline import estimate
-from remat_kit._errors import PolicyError, UserError
+from remat_kit._errors import CompileError, PolicyError, UserError
 from remat_kit._planner.frontier import OBJECTIVES, Frontier, Tick, held_arrays
 from remat_kit._planner.point import Point
 from remat_kit._planner.schedules import pieces as _pieces
@@ -73,6 +73,10 @@ _FAR = 2.0
 
 # Two peaks count as equal if they differ by at most this share of the temporaries.
 _EQUAL = 0.01
+
+
+# A number of bytes that no program fits.
+_NEVER = 2**62
 
 
 _FORMS = (
@@ -213,6 +217,8 @@ class Search:
         texts: the text of each compiled program, by the index of its point.
         seconds: the roofline time of each compiled program that is partitioned over several
             devices, with its collectives, by the index of its point.
+        refused: what the compiler said of each program that it refused, by the index of its point.
+            The search goes on without these.
     """
 
     fn: Callable[..., Any]
@@ -229,6 +235,7 @@ class Search:
     known: dict[int, Memory] = dataclasses.field(default_factory=dict)
     texts: dict[int, str | None] = dataclasses.field(default_factory=dict)
     seconds: dict[int, float] = dataclasses.field(default_factory=dict)
+    refused: dict[int, CompileError] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         front = self.frontier
@@ -247,8 +254,10 @@ class Search:
 
         Raises:
             UserError: none of the compiled programs fits.
+            CompileError: the compiler refuses the program without a plan, and either also the one
+                with the lowest predicted peak, or the budget is a share of what is unknown then.
         """
-        self.compile(self.plain)
+        self.begin()
         limit = self.limit(budget)
         tried: dict[int, int] = {}  # the predicted peak of each point before it was compiled
         try:
@@ -258,7 +267,7 @@ class Search:
                     # If nothing fits yet, the last compile goes to the lowest predicted peak,
                     # which is the most likely to fit.
                     choice = self.leanest()
-                if choice is None or choice in self.known:
+                if choice is None or not self.is_new(choice):
                     break
                 tried[choice] = self.predicted(choice)
                 self.compile(choice)
@@ -286,12 +295,31 @@ class Search:
                 raise
         return self.answer(budget, tried)
 
+    def begin(self) -> None:
+        """Compile the program without a plan or, if the compiler refuses it, a lean schedule.
+
+        Raises:
+            CompileError: the compiler refuses both.
+        """
+        self.compile(self.plain)
+        if not self.known:
+            most = _MOST_PASSES * self.frontier.forward_seconds
+            others = [p for p in range(self.plain) if self.points[p].extra_work <= most]
+            if others:
+                self.compile(min(others, key=lambda p: self.points[p].predicted_peak_bytes))
+        if not self.known:
+            raise self.refused[self.plain]
+
+    def is_new(self, place: int) -> bool:
+        """Tell whether the program of a point was neither compiled nor refused so far."""
+        return place not in self.known and place not in self.refused
+
     def cheaper(self, budget: str | int | float, limit: int | None) -> int | None:
         """Return a point that should fit and recomputes much less than the best one, or None."""
         if limit is None or not self.fitting(limit):
             return None
         choice = self.choice(budget, limit)
-        if choice is None or choice in self.known:
+        if choice is None or not self.is_new(choice):
             return None
         saved = self.points[self.best(budget, limit)].extra_work - self.points[choice].extra_work
         return choice if saved > _MUCH * self.frontier.forward_seconds else None
@@ -309,12 +337,12 @@ class Search:
         whole = [p for p, point in enumerate(points) if point.graph is None]
         if limit is None:
             least = min(whole, key=lambda p: points[p].predicted_peak_bytes)
-            return None if least in self.known else least
+            return least if self.is_new(least) else None
         most = points[self.best(budget, limit)].extra_work if self.fitting(limit) else math.inf
         better = [
             p
             for p in whole
-            if p not in self.known
+            if self.is_new(p)
             and points[p].predicted_peak_bytes <= limit
             and points[p].extra_work < most
         ]
@@ -335,7 +363,7 @@ class Search:
         enough = _FAR * self.points[self.best(limit, limit)].extra_work if fitting else math.inf
         for place in self.blocks:
             point = self.points[place]
-            may_fit = place not in self.known and point.predicted_peak_bytes <= _FAR * limit
+            may_fit = self.is_new(place) and point.predicted_peak_bytes <= _FAR * limit
             if may_fit and point.extra_work <= enough:
                 return place
         if len(self.known) > self.compiles or not fitting:
@@ -345,7 +373,7 @@ class Search:
         new = [
             p
             for p, point in enumerate(self.points)
-            if p not in self.known
+            if self.is_new(p)
             and point.predicted_peak_bytes <= most
             and point.extra_work < best.extra_work
         ]
@@ -365,7 +393,7 @@ class Search:
 
     def leanest(self) -> int | None:
         """Return the point with the lowest predicted peak of those not compiled, or None."""
-        new = [p for p in range(len(self.points)) if p not in self.known]
+        new = [p for p in range(len(self.points)) if self.is_new(p)]
         return min(new, key=self.smallest, default=None)
 
     def answer(self, budget: str | int | float, tried: Mapping[int, int]) -> Answer:
@@ -384,7 +412,7 @@ class Search:
 
     def limit(self, budget: str | int | float) -> int | None:
         """Return the budget in bytes, or None for "min" and "free"."""
-        base = self.known[self.plain]
+        base = self.any_memory()
         if budget == "fit":
             return base.memory_bytes
         if isinstance(budget, str):
@@ -399,14 +427,28 @@ class Search:
                     "reduce the arguments",
                 )
             return budget
+        if self.plain in self.refused:
+            raise CompileError(
+                f"`plan(..., budget={budget!r})`: this is a share of the activations without a "
+                f"plan, but the program without a plan does not compile; "
+                f"{self.refused[self.plain].message}",
+                hint="give the budget in bytes, or budget='fit'",
+            )
         return self.fixed() + int(budget * (temporaries(base) or 0))
 
+    def any_memory(self) -> Memory:
+        """Return the memory of a compiled program, if possible of the one without a plan.
+
+        All of the programs have the same arguments and results.
+        """
+        return self.known.get(self.plain) or next(iter(self.known.values()))
+
     def fixed(self) -> int:
-        base = self.known[self.plain]
+        base = self.any_memory()
         return base.argument_bytes + base.output_bytes - (base.alias_bytes or 0)
 
     def compile(self, place: int) -> None:
-        if place in self.known:
+        if not self.is_new(place):
             return
         point = self.points[place]
         fn = self.fn
@@ -415,13 +457,17 @@ class Search:
             fn = self.decorated(policy) if self.decorated else apply(policy, step=step)(fn)
         share = f"+{100 * point.extra_flops_fraction:.1f} % FLOPs"
         self.tick(f"compiling for {self.chip.name}: {share}{self.so_far()}")
-        compiled = compile_program(
-            *(fn, self.args, self.chip),
-            argnums=self.argnums,
-            optimizer=self.optimizer,
-            call="plan",
-            run=self.run_local,
-        )
+        try:
+            compiled = compile_program(
+                *(fn, self.args, self.chip),
+                argnums=self.argnums,
+                optimizer=self.optimizer,
+                call="plan",
+                run=self.run_local,
+            )
+        except CompileError as error:
+            self.refused[place] = error
+            return
         self.known[place], self.texts[place] = compiled.memory, compiled.hlo_text
         self.chip = compiled.chip  # it has as many devices as the step's own jit names
         if compiled.memory.devices > 1 and compiled.hlo_text is not None:
@@ -447,6 +493,8 @@ class Search:
         """
         if place in self.known and self.measured(place):
             return self.measured(place) or 0
+        if place in self.refused:
+            return _NEVER
         own = self.points[place].predicted_peak_bytes
         if place in self.leaner:
             return self.predicted_leaner(place)
@@ -484,14 +532,12 @@ class Search:
         if budget == "min":
             most = _MOST_PASSES * self.frontier.forward_seconds
             new = [
-                p
-                for p, point in enumerate(points)
-                if p not in self.known and point.extra_work <= most
+                p for p, point in enumerate(points) if self.is_new(p) and point.extra_work <= most
             ]
             if not new:
                 return None
             best = min(new, key=self.smallest)
-            least = min(self.measured(p) or 2**62 for p in self.known)
+            least = min(self.measured(p) or _NEVER for p in self.known)
             small = self.predicted(best) < least or len(self.known) < 3
             return best if small else None
         if budget == "free":
@@ -501,8 +547,7 @@ class Search:
         fitting = [p for p in range(len(points)) if self.predicted(p) <= limit]
         if fitting:
             return min(fitting, key=lambda p: points[p].extra_work)
-        new = [p for p in range(len(points)) if p not in self.known]
-        return min(new, key=self.smallest) if new else None
+        return self.leanest()
 
     def smallest(self, place: int) -> tuple[int, float]:
         """Return a sort key: the predicted peak memory first, then the extra work."""
@@ -529,10 +574,12 @@ class Search:
             fitting = [p for p in fitting if (self.measured(p) or 0) <= enough]
         if fitting:
             return min(fitting, key=lambda p: (self.work(p), self.measured(p)))
-        raise self.nothing_fits(limit or 0)
+        if limit is None:  # the programs that "free" allows were refused
+            raise next(iter(self.refused.values()))
+        raise self.nothing_fits(limit)
 
     def nothing_fits(self, limit: int) -> UserError:
-        least = min(self.known, key=lambda p: self.measured(p) or 2**62)
+        least = min(self.known, key=lambda p: self.measured(p) or _NEVER)
         size = self.measured(least) or 0
         point = self.points[least]
         start, stop = point.cost.peak_segment
@@ -541,14 +588,24 @@ class Search:
         place = graph.equations[min(start, len(graph.equations) - 1)].module
         given, reached = format_apart(limit, size)
         lower = self.floor(size)
+        refused = f"; {self.refusals()}" if self.refused else ""
         return UserError(
             f"`plan(..., budget={given!r})`: no schedule that was compiled fits. The least memory "
             f"that was reached is {reached}, of which {format_bytes(self.fixed())} are arguments "
             f"and results; its peak is in the {point.cost.peak_kind} pass at "
-            f"{place or 'the top level'}, where these are the largest arrays: {holding}",
+            f"{place or 'the top level'}, where these are the largest arrays: {holding}{refused}",
             hint="use a smaller batch or a chip with more memory; budget='min' returns the plan "
             f"with the least memory{'' if lower is None else f'; {lower}'}",
         )
+
+    def refusals(self) -> str:
+        """Say which programs the compiler refused, and why it refused the first of them."""
+        plain = self.plain in self.refused
+        others = len(self.refused) - plain
+        what = ["the program without a plan"] if plain else []
+        what += [f"{others} other candidate{'' if others == 1 else 's'}"] if others else []
+        first = next(iter(self.refused.values()))
+        return f"the compiler refused {' and '.join(what)}: {first.message}"
 
     def floor(self, peak: int) -> Floor | None:
         """Return what keeps a peak from falling further, if pieces could lower it.

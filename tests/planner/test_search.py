@@ -371,6 +371,78 @@ def test_measure_shows_a_policy_that_takes_more_than_none(run, monkeypatch):
     assert [x["code"] for p in plain["policies"] for x in p["lints"]] == ["region-raises-peak"]
 
 
+# -- what the compiler refuses ------------------------------------------------------------------
+
+
+def refusing(monkeypatch, refused):
+    """Let the compiler refuse some of the programs, by their numbers; return the list of all."""
+    honest, seen = _search.compile_program, []
+
+    def compile_program(*args, **kwargs):
+        seen.append(len(seen))
+        if seen[-1] in refused:
+            raise remat_kit.CompileError("`plan(...)`: a kernel of too many blocks")
+        return honest(*args, **kwargs)
+
+    monkeypatch.setattr(_search, "compile_program", compile_program)
+    return seen
+
+
+@pytest.mark.parametrize("budget", ["5MiB", "fit", "min"])
+def test_a_plan_is_found_though_the_program_without_one_is_refused(monkeypatch, tmp_path, budget):
+    expected = remat_kit.plan(loss, *ARGS, budget=budget)
+    refusing(monkeypatch, {0})
+    found = remat_kit.plan(loss, *ARGS, budget=budget)
+    assert found.baseline is None
+    assert found.lines  # never the plan that runs the program as it is
+    assert any(
+        "refused the program without a plan: `plan(...)`: a kernel" in n for n in found.notes
+    )
+    if budget != "fit":  # without a plan this one fits, too
+        assert found.compiled_peak_bytes <= 1.02 * expected.compiled_peak_bytes
+    assert json.loads(json.dumps(found.to_json()))["baseline_peak_bytes"] is None
+    assert found.headline.startswith("cpu: ")
+    found.to_html(tmp_path / "page.html")
+    ws = [0.1 * jax.random.normal(jax.random.key(i), s.shape) for i, s in enumerate(ARGS[0])]
+    x = jax.random.normal(jax.random.key(9), ARGS[1].shape)
+    got = jax.jit(jax.grad(remat_kit.policy(found)(loss)))(ws, x)
+    for a, b in zip(got, jax.jit(jax.grad(loss))(ws, x), strict=True):
+        assert (a == b).all()
+
+
+def test_a_share_of_what_does_not_compile_is_no_budget(monkeypatch):
+    refusing(monkeypatch, {0})
+    said = r"share of the activations without a plan.* a kernel of too many blocks"
+    with pytest.raises(remat_kit.CompileError, match=said) as raised:
+        remat_kit.plan(loss, *ARGS, budget=0.5)
+    assert "in bytes" in raised.value.hint
+
+
+def test_a_program_that_is_refused_under_every_plan_is_tried_twice(monkeypatch):
+    seen = refusing(monkeypatch, range(99))
+    with pytest.raises(remat_kit.CompileError, match="too many blocks"):
+        remat_kit.plan(loss, *ARGS, budget="fit")
+    assert len(seen) == 2
+
+
+def test_free_allows_only_what_costs_nothing(monkeypatch):
+    refusing(monkeypatch, {0})
+    search = search_of(loss, ARGS)
+    search.allowed = lambda point: point is search.points[search.plain]
+    with pytest.raises(remat_kit.CompileError, match="too many blocks"):
+        search.run("free")
+
+
+def test_a_candidate_that_the_compiler_refuses_is_left_out(monkeypatch):
+    refusing(monkeypatch, {1})
+    found = remat_kit.plan(loss, *ARGS, budget="5MiB")
+    assert found.compiled_peak_bytes <= found.budget_bytes
+    assert any("refused 1 other candidate: `plan(...)`" in note for note in found.notes)
+    refusing(monkeypatch, range(1, 99))
+    with pytest.raises(remat_kit.UserError, match=r"fits.*refused \d+ other candidates: `plan"):
+        remat_kit.plan(loss, *ARGS, budget="5MiB")
+
+
 # -- the optimizer ----------------------------------------------------------------------------
 
 
