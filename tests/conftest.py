@@ -42,6 +42,11 @@ import pytest  # noqa: E402
 import same_examples  # noqa: E402, F401
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Other tests and workers compile many of the same programs. Random programs hardly repeat.
+if _PLATFORMS == "cpu" and "REMAT_KIT_EXAMPLES" not in os.environ:
+    jax.config.update("jax_compilation_cache_dir", os.path.join(os.environ[_SHARED], "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Tracing makes many objects that stay and few cycles; to look for those takes 5 % of a run.
 gc.set_threshold(50_000, 20, 100)
 

@@ -759,7 +759,8 @@ def _compiled_here(
 ) -> Compiled:
     start = time.perf_counter()
     try:
-        compiled = program.traced.lower().compile(compiler_options=options or None)
+        with _jax.own_metadata():
+            compiled = program.traced.lower().compile(compiler_options=options or None)
     except _lowering.compile_failure_types() as error:
         if _out_of_memory(str(error)) is None:
             raise CompileError(

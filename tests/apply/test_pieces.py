@@ -143,25 +143,36 @@ def _head_arguments() -> tuple[Any, ...]:
     return w, x, jnp.arange(37)
 
 
+_ORDERS: list[Any] = [
+    lambda f, w, v: jax.jvp(f, (w,), (v,)),
+    lambda f, w, v: jax.vjp(f, w)[1](jnp.float32(2.0)),
+    lambda f, w, v: jax.grad(lambda w: jnp.vdot(jax.grad(f)(w), v))(w),
+    lambda f, w, v: jax.jvp(jax.grad(f), (w,), (v,)),
+    lambda f, w, v: jax.grad(lambda w: jax.jvp(f, (w,), (v,))[1])(w),
+    lambda f, w, v: jax.jvp(lambda w: jax.jvp(f, (w,), (v,))[1], (w,), (v,)),
+    lambda f, w, v: jax.vmap(jax.grad(f))(jnp.stack([w, 2 * w])),
+    lambda f, w, v: jax.grad(lambda w: jax.vmap(f)(jnp.stack([w, 2 * w])).sum())(w),
+    lambda f, w, v: jax.jacfwd(jax.grad(f))(w),
+    lambda f, w, v: jax.linearize(f, w)[1](v),
+    lambda f, w, v: jax.grad(jax.checkpoint(f))(w),
+    lambda f, w, v: jax.grad(jax.jit(f))(w),
+    lambda f, w, v: jax.grad(
+        lambda w: jax.lax.scan(lambda c, s: (c + f(s * w), None), 0.0, jnp.arange(1.0, 4.0))[0]
+    )(w),
+]
+
+
+# Each transformation under one of JAX's implementations; the slow tests have it under the other.
 @pytest.mark.parametrize(
-    "order",
+    ("order", "implementation"),
     [
-        lambda f, w, v: jax.jvp(f, (w,), (v,)),
-        lambda f, w, v: jax.vjp(f, w)[1](jnp.float32(2.0)),
-        lambda f, w, v: jax.grad(lambda w: jnp.vdot(jax.grad(f)(w), v))(w),
-        lambda f, w, v: jax.jvp(jax.grad(f), (w,), (v,)),
-        lambda f, w, v: jax.grad(lambda w: jax.jvp(f, (w,), (v,))[1])(w),
-        lambda f, w, v: jax.jvp(lambda w: jax.jvp(f, (w,), (v,))[1], (w,), (v,)),
-        lambda f, w, v: jax.vmap(jax.grad(f))(jnp.stack([w, 2 * w])),
-        lambda f, w, v: jax.grad(lambda w: jax.vmap(f)(jnp.stack([w, 2 * w])).sum())(w),
-        lambda f, w, v: jax.jacfwd(jax.grad(f))(w),
-        lambda f, w, v: jax.linearize(f, w)[1](v),
-        lambda f, w, v: jax.grad(jax.checkpoint(f))(w),
-        lambda f, w, v: jax.grad(jax.jit(f))(w),
-        lambda f, w, v: jax.grad(
-            lambda w: jax.lax.scan(lambda c, s: (c + f(s * w), None), 0.0, jnp.arange(1.0, 4.0))[0]
-        )(w),
+        *((order, i % 2 == 1) for i, order in enumerate(_ORDERS)),
+        *(
+            pytest.param(order, i % 2 == 0, marks=pytest.mark.slow)
+            for i, order in enumerate(_ORDERS)
+        ),
     ],
+    indirect=["implementation"],
 )
 def test_transformations(order: Any, implementation: Any) -> None:
     w, x, labels = _head_arguments()

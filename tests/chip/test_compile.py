@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
 from shapes import struct
 
 import remat_kit
@@ -350,6 +351,41 @@ def test_local_runs_a_program_that_donates():
     assert memory.alias_bytes == weights.nbytes
     assert memory.step_seconds > 0
     assert not weights.is_deleted()
+
+
+@pytest.fixture
+def compilation_cache(tmp_path):
+    """JAX's own cache of compiled programs, empty."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path / "jax"),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+
+    def use(values):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        jax_cache.reset_cache()
+
+    use(settings)
+    yield tmp_path / "jax"
+    use(before)
+
+
+def test_local_names_the_modules_of_the_program_although_jax_has_a_cache(compilation_cache):
+    def named(name):
+        def loss(w, x):
+            with jax.named_scope(name):
+                return jnp.sum(jnp.tanh(x @ w))
+
+        return loss
+
+    values, here = (jnp.ones((64, 64)), jnp.ones((256, 64))), target("local")
+    scopes = ["the_old_scope", "the_new_scope"]
+    texts = [compile_program(named(scope), values, here).hlo_text for scope in scopes]
+    assert list(compilation_cache.glob("jit_*"))
+    assert [[scope in text for scope in scopes] for text in texts] == [[True, False], [False, True]]
 
 
 @pytest.mark.parametrize("hours", [0, 1])

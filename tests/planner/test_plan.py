@@ -417,7 +417,7 @@ def step_of(loss):
 
 @lean
 @pytest.mark.parametrize("what", [lambda loss: loss, step_of], ids=["loss", "step"])
-@pytest.mark.parametrize("budget", ["min", 1.0, "free"])
+@pytest.mark.parametrize("budget", ["min", 1.0, pytest.param("free", marks=pytest.mark.slow)])
 def test_a_plan_of_a_function_with_regions_has_the_figures_of_the_program_that_it_runs(
     budget, what
 ):
