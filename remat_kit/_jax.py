@@ -36,6 +36,7 @@ from jax._src import (
     sharding_impls,
     source_info_util,
     traceback_util,
+    tree_util,
     util,
 )
 
@@ -1149,11 +1150,28 @@ class Traced:
         return self.jaxpr if hasattr(self.jaxpr, "consts") else jec.ClosedJaxpr(self.jaxpr, ())
 
 
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves and the structure of a pytree as `jax.checkpoint` flattens arguments.
+
+    A view of a `jax.Ref`, such as ``ref.at[0]``, is a node there and a leaf of `jax.tree.flatten`.
+    Structures of the two kinds are not compatible. Seen on 0.10.2, 0.12.
+    """
+    return tree_util.tracing_registry.flatten(tree)
+
+
+def flatten_with_path(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[Any, Any]], Any]:
+    """Return the leaves with their paths, and the structure, as `flatten` does. 0.10.2, 0.12."""
+    is_end = None if is_leaf is None else lambda _, x: is_leaf(x)
+    return tree_util.tracing_registry.flatten_with_path(tree, is_end)
+
+
 def trace(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """Trace a function as `jax.checkpoint` does, with its errors and its memory."""
     if remat3():
         return _trace3(fn, args, kwargs)
-    leaves, tree = jax.tree.flatten((args, kwargs))
+    leaves, tree = flatten((args, kwargs))
     avals = tuple(map(core.shaped_abstractify, leaves))
     debug = api_util.debug_info("checkpoint / remat", fn, args, kwargs)
     jaxpr, consts, out_tree = ad_checkpoint._trace_to_jaxpr(fn, tree, avals, debug)

@@ -783,7 +783,8 @@ def _with_run(memory: Memory, compiled: Any, program: _traced.CompilableProgram)
     device = jax.local_devices()[0]
     before = device.memory_stats() or {}
     try:
-        seconds = _timed_runs(compiled, program)
+        with jax.disable_jit(False):
+            seconds = _timed_runs(compiled, program)
     except _lowering.compile_failure_types() as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

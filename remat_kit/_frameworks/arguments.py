@@ -99,7 +99,7 @@ class Call:
 
     def like_arguments(self, values: Sequence[Any]) -> Any:
         """Return one value for each array, arranged as `jax.checkpoint` arranges the arguments."""
-        tree = jax.tree.structure((self.args, self.kwargs))
+        tree = _jax.flatten((self.args, self.kwargs))[1]
         args, kwargs = jax.tree.unflatten(tree, values)
         return (args, kwargs) if kwargs else args
 
@@ -143,7 +143,7 @@ def _filled(fn: Callable[..., Any], filling: _Filling) -> Callable[..., list[Any
 
     @functools.wraps(fn)
     def filled(*args: Any, **kwargs: Any) -> list[Any]:
-        given = iter(jax.tree.leaves((args, kwargs)))
+        given = iter(_jax.flatten((args, kwargs))[0])
         full = [next(given) if c is None else c.value for c in filling.constants]
         args, kwargs = jax.tree.unflatten(filling.tree, full)
         return outputs.arrays(fn(*args, **kwargs))
@@ -254,12 +254,12 @@ def explain(error: Exception) -> None:
 def _leaves(tree: Any) -> tuple[list[str], list[tuple[Any, bool]], Any]:
     """Return the path of each leaf, each leaf and whether it is traced, and the tree structure."""
     modules = _equinox_modules()
-    nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, modules))[0]
+    nodes = _jax.flatten_with_path(tree, is_leaf=lambda x: isinstance(x, modules))[0]
     traced = []
     for _, node in nodes:
         test = _is_array if isinstance(node, modules) else is_traceable
-        traced += [test(x) for x in jax.tree.leaves(node)]
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+        traced += [test(x) for x in _jax.flatten(node)[0]]
+    leaves, structure = _jax.flatten_with_path(tree)
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
     return paths, [(x, t) for (_, x), t in zip(leaves, traced, strict=True)], structure
 

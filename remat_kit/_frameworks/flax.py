@@ -16,6 +16,7 @@ import inspect
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -475,11 +476,17 @@ def _self_of(fn: Any) -> Any:
 
 
 class _Scopes:
-    """The modules of one trace: their paths by identity, and the path of the running module."""
+    """The modules of one trace: their paths by identity, and the path of the running module.
+
+    Modules are not kept alive: one that was copied into an inner trace contains its tracers.
+    """
 
     def __init__(self) -> None:
         self.paths: dict[int, tuple[str, ...]] = {}
-        self.alive: list[Any] = []  # these modules stay alive, so that their ids stay unique
+        self.ends: dict[
+            int, weakref.ref[Any]
+        ] = {}  # each removes its module, whose id is free then
+        self.known: dict[tuple[type, tuple[str, ...]], None] = {}  # classes and paths of all
         self.current: tuple[str, ...] = ()
         self.outside = list(_contexts())
 
@@ -500,8 +507,19 @@ class _Scopes:
         from flax import nnx
 
         for path, module in nnx.iter_modules(root):
-            self.paths.setdefault(id(module), (*base, *map(str, path)))
-            self.alive.append(module)
+            if id(module) not in self.paths:
+                self._record(module, (*base, *map(str, path)))
+
+    def _record(self, module: Any, path: tuple[str, ...]) -> None:
+        key = id(module)
+        self.paths[key] = path
+        self.known[type(module), path] = None
+
+        def forget(_: Any) -> None:
+            self.paths.pop(key, None)
+            self.ends.pop(key, None)
+
+        self.ends[key] = weakref.ref(module, forget)
 
     def _path_of_copy(self, module: Any) -> tuple[str, ...] | None:
         """Return the path of the module that an NNX transformation in this trace has copied."""
@@ -520,9 +538,7 @@ class _Scopes:
         """
         depth = len(self.current)
         kin = {
-            self.paths[id(m)]
-            for m in self.alive
-            if type(m) is type(module) and self.paths[id(m)][:depth] == self.current
+            path for cls, path in self.known if cls is type(module) and path[:depth] == self.current
         }
         return kin.pop() if len(kin) == 1 else (*self.current, type(module).__name__)
 

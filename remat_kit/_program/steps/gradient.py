@@ -155,6 +155,28 @@ def _check_inputs(structs: tuple[Any, ...], argnums: int | Sequence[int], call: 
         _check_argument(position % len(structs), structs[position], call)
 
 
+def may_be_of_a_loss(args: Sequence[Any]) -> bool:
+    """Tell whether a loss could be differentiated by the first of some arguments.
+
+    It could not if the argument contains integers, as the state of an optimizer does. If that is
+    unknown, because the arguments are not all arrays, the answer is True.
+
+    >>> may_be_of_a_loss((1.0, 2)), may_be_of_a_loss(((1.0, 2), 1.0))
+    (True, False)
+    """
+    try:
+        structs = abstract(args)
+    except UserError:
+        return True
+    try:
+        _check_inputs(structs, 0, "")
+    except NotDifferentiableError:
+        return False
+    except UserError:
+        return True
+    return True
+
+
 def _check_argument(position: int, struct: Any, call: str) -> None:
     leaves, _ = jax.tree_util.tree_flatten_with_path(struct)
     if not leaves:

@@ -50,6 +50,7 @@ from remat_kit._program.steps.gradient import (
     Argnums,
     Gradient,
     abstract,
+    may_be_of_a_loss,
     trace_gradient,
     without_shares,
 )
@@ -471,6 +472,8 @@ def step_of(
     try:
         step = observe(bare, args, donate_argnums, call=call)
     except Exception:
+        if not may_be_of_a_loss(args):
+            raise
         # What is wrong with the function is reported where it is used as a loss.
         return None
     certain = decorated is not None and decorated.known is True
