@@ -198,7 +198,7 @@ def test_a_report(setting: str, target: str) -> None:
     report = remat_kit.inspect(loss, *values(), policy="nothing", target=target)
     assert str(report)
     with configured("jax_disable_jit", False):
-        compiled = jax.jit(jax.grad(loss)).lower(*values()).compile().memory_analysis()
+        compiled = jax.jit(jax.value_and_grad(loss)).lower(*values()).compile().memory_analysis()
     measured = remat_kit.measure(loss, *values(), target=target)
     assert measured.temp_bytes == compiled.temp_size_in_bytes
     assert measured.argument_bytes == compiled.argument_size_in_bytes

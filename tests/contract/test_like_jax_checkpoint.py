@@ -348,6 +348,17 @@ def test_complex_values_can_be_kept(what: str) -> None:
     np.testing.assert_allclose(got, jax.grad(f)(x), rtol=1e-5)
 
 
+@each
+@pytest.mark.usefixtures("implementation")
+def test_a_view_of_a_reference_is_an_argument(decorate: Decorator) -> None:
+    try:
+        view = jax.new_ref(jnp.arange(6.0).reshape(2, 3)).at[1]
+    except NotImplementedError:
+        pytest.skip("references have no views in jax 0.10.2")
+    decorated = decorate(lambda x, view: jnp.sum(x * view[...]))
+    assert decorated(jnp.ones(3), view) == 12.0
+
+
 def test_the_path_of_a_linen_module_is_written_as_under_nn_remat() -> None:
     def paths(decorate: Decorator) -> list[Any]:
         seen: list[Any] = []

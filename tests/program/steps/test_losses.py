@@ -13,13 +13,15 @@ from remat_kit import NotDifferentiableError, UserError, policy, testing
 from remat_kit._program.steps import losses
 
 VERBS = {
-    "measure": lambda fn, **k: remat_kit.measure(fn, WEIGHTS, X, **k),
-    "inspect": lambda fn, **k: remat_kit.inspect(fn, WEIGHTS, X, target="cpu", **k),
-    "diff": lambda fn, **k: remat_kit.diff(fn, policy("nothing")(fn), WEIGHTS, X, **k),
-    "plan": lambda fn, **k: remat_kit.plan(fn, WEIGHTS, X, budget="min", **k),
-    "frontier": lambda fn, **k: remat_kit.frontier(fn, WEIGHTS, X, **k),
-    "estimate": lambda fn, **k: remat_kit.estimate(fn, WEIGHTS, X, checkpoints=["block_0"], **k),
-    "assert_fits": lambda fn, **k: testing.assert_fits(fn, WEIGHTS, X, target="cpu", **k),
+    "measure": lambda fn, w=WEIGHTS, **k: remat_kit.measure(fn, w, X, **k),
+    "inspect": lambda fn, w=WEIGHTS, **k: remat_kit.inspect(fn, w, X, target="cpu", **k),
+    "diff": lambda fn, w=WEIGHTS, **k: remat_kit.diff(fn, policy("nothing")(fn), w, X, **k),
+    "plan": lambda fn, w=WEIGHTS, **k: remat_kit.plan(fn, w, X, budget="min", **k),
+    "frontier": lambda fn, w=WEIGHTS, **k: remat_kit.frontier(fn, w, X, **k),
+    "estimate": lambda fn, w=WEIGHTS, **k: remat_kit.estimate(
+        fn, w, X, checkpoints=["block_0"], **k
+    ),
+    "assert_fits": lambda fn, w=WEIGHTS, **k: testing.assert_fits(fn, w, X, target="cpu", **k),
 }
 
 
@@ -28,6 +30,18 @@ VERBS = {
 @pytest.mark.parametrize("step", [loss_first, jax.jit(taken, donate_argnums=0)])
 def test_every_verb_takes_a_step(verb, step, argnums):
     verb(step, argnums=argnums)
+
+
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+def test_every_verb_says_what_is_wrong_with_a_step(verb):
+    """The state of an optimizer has an integer, but that is not what is wrong."""
+
+    def step(state, x):
+        gradient = jax.grad(lambda w: loss(w, x.reshape(-1, 7)))(state[0])
+        return updated(state[0], gradient), state[1]
+
+    with pytest.raises(TypeError, match="reshape"):
+        verb(step, (WEIGHTS, optax.adam(0.1).init(WEIGHTS)))
 
 
 @pytest.mark.parametrize("name", STEPS)
