@@ -406,10 +406,10 @@ def frontier_of(
     whole = every = points(_proposals.pareto(found, worth))
     leaner = points(_proposals.leaner(found, worth))
     if pieces:
-        if _pieces.is_partitioned(graph):
+        if _pieces.has_explicit_shardings(graph):
             raise UserError(
-                f"`{call}(..., pieces=True)`: the function is partitioned over several devices; "
-                "the planner chooses pieces for one device only",
+                f"`{call}(..., pieces=True)`: the function is partitioned over a mesh with "
+                "explicit axes; the planner chooses pieces for automatic axes only",
                 hint="leave pieces out, or choose them yourself: `policy(pieces(8), at=...)`",
             )
         with collection_put_off():

@@ -166,6 +166,12 @@ class Shards:
     bodies: Mapping[int, Shards]
     axes: tuple[tuple[str, int], ...]
 
+    def by_variable(self, program: Program) -> dict[Any, ValueShard]:
+        """Return what one device has of each variable of the program."""
+        makers = zip(program.eqns, self.results, strict=True)
+        pairs = [(program.invars, self.inputs), *((e.outvars, outs) for e, outs in makers)]
+        return {v: x for vs, xs in pairs for v, x in zip(vs, xs, strict=True)}
+
 
 def value_shards(program: Program, structs: Sequence[jax.ShapeDtypeStruct]) -> Shards | None:
     """Return what one device has of all values, or None if the program is not partitioned.

@@ -46,7 +46,7 @@ from remat_kit._backend.interface import Backend, Chip, peak_rate
 from remat_kit._compiled.collectives import Linked, axes_seconds
 from remat_kit._errors import UserError
 from remat_kit._planner.costs.derivative import OperationDerivative, derivative_of
-from remat_kit._planner.costs.graph import CostGraph, Equation, Loop, Tensor
+from remat_kit._planner.costs.graph import CostGraph, Equation, Loop, Partition, Tensor
 from remat_kit._program import ops as _ops
 from remat_kit._program import program as _program
 from remat_kit._program import sharding as _sharding
@@ -249,10 +249,13 @@ class Parts(Protocol):
         """The divided program."""
         ...
 
-    def cost(self, equation: int, active: Sequence[bool]) -> PieceCost | None:
+    def cost(
+        self, equation: int, active: Sequence[bool], shards: Shards | None
+    ) -> PieceCost | None:
         """Return the cost of the loop that an equation is, or None if it is another operation.
 
-        ``active`` says by which inputs it is differentiated.
+        ``active`` says by which inputs it is differentiated, and ``shards`` what one device has of
+        the values of the divided program.
         """
         ...
 
@@ -269,6 +272,7 @@ def graph_of(
     parts: Parts | None = None,
     *,
     stacked: bool = False,
+    partition: Partition | None = None,
 ) -> CostGraph:
     """Return the cost graph of a flat program.
 
@@ -279,8 +283,14 @@ def graph_of(
         chip: as for `trace`.
         parts: the segments that run in pieces.
         stacked: whether the program is the body of a scan.
+        partition: what one device has of the values, if the program is partitioned.
     """
-    return _build(program, active, wanted, chip, stacked, parts=parts)
+    if partition is None:
+        return _build(program, active, wanted, chip, stacked, parts=parts)
+    shards, gradients = partition.shards, partition.gradients
+    return _build(
+        *(program, active, wanted, chip, stacked, shards), gradients=gradients, parts=parts
+    )
 
 
 class _Builder:
@@ -316,9 +326,7 @@ class _Builder:
         self.split: dict[Any, ValueShard] = {}  # variable -> what a device has of it
         if shards is not None:
             self.axes = shards.axes
-            makers = zip(program.eqns, shards.results, strict=True)
-            pairs = [(program.invars, shards.inputs), *((e.outvars, outs) for e, outs in makers)]
-            self.split = {v: x for vs, xs in pairs for v, x in zip(vs, xs, strict=True)}
+            self.split = shards.by_variable(program)
 
     def new(self, var: Any, producer: int, position: int) -> int:
         aval = var.aval
@@ -489,6 +497,7 @@ class _Builder:
             self.stacked,
             reuses=self.backend.reuses_outputs,
             early=self.backend.recomputes_regions_early and not self.stacked,
+            partition=None if self.shards is None else Partition(self.shards, self.gradients),
         )
 
     def assumed(self, equations: Sequence[Equation]) -> Iterator[Equation]:
@@ -576,8 +585,10 @@ class _Builder:
 
     def cost_in_pieces(self, i: int, eqn: Any, active: Sequence[bool]) -> PieceCost | None:
         """Return the cost of a loop over pieces, from a division or from a policy of the user."""
-        if self.parts is not None and (cost := self.parts.cost(i, active)) is not None:
-            return cost
+        if self.parts is not None:
+            cost = self.parts.cost(i, active, self.shards)
+            if cost is not None:
+                return cost
         loop = loop_of(eqn) if self.shards is None else None
         if loop is None:
             return None

@@ -17,19 +17,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.extend.core as jec
 
 from remat_kit._apply.divide import Divided
 from remat_kit._apply.pieces import PieceLoop
 from remat_kit._planner.costs import build as _build
 from remat_kit._planner.costs.build import LinkedChip, PieceCost
-from remat_kit._planner.costs.graph import CostGraph
+from remat_kit._planner.costs.graph import CostGraph, Partition
 from remat_kit._planner.costs.simulate import Simulation
 from remat_kit._policy.schedule import Segment
 from remat_kit._program import ops as _ops
+from remat_kit._program import sharding as _sharding
 from remat_kit._program.pieces import Piece
-from remat_kit._program.program import flat_program
+from remat_kit._program.program import Program, flat_program
+from remat_kit._program.sharding import Shards, ValueShard
 
 
 def graph_of(graph: CostGraph, divided: Divided, chip: LinkedChip) -> CostGraph:
@@ -43,8 +47,36 @@ def graph_of(graph: CostGraph, divided: Divided, chip: LinkedChip) -> CostGraph:
     active = [t.active for t in graph.tensors[: len(graph.program.invars)]]
     wanted = [t >= 0 and graph.tensors[t].active for t in graph.outputs]
     parts = _Parts(divided, chip, {})
-    found = _build.graph_of(divided.program, active, wanted, chip, parts, stacked=graph.stacked)
+    partition = graph.partition
+    if partition is not None:
+        shards = shards_of(divided, partition.shards)
+        partition = dataclasses.replace(partition, shards=shards)
+    found = _build.graph_of(
+        *(divided.program, active, wanted, chip, parts),
+        stacked=graph.stacked,
+        partition=partition,
+    )
     return dataclasses.replace(found, divided=divided)
+
+
+def shards_of(divided: Divided, shards: Shards) -> Shards:
+    """Return what one device has of the values of a divided program.
+
+    Args:
+        divided: the divided program, whose variables are those of the program as it was.
+        shards: what one device has of these.
+    """
+    has = shards.by_variable(divided.whole)
+    eqns = divided.program.eqns
+    place = {e.outvars[0]: i for i, e in enumerate(divided.whole.eqns) if e.outvars}
+    bodies = {}
+    for i, eqn in enumerate(eqns):
+        body = shards.bodies.get(place[eqn.outvars[0]]) if eqn.outvars else None
+        if body is not None and eqn.primitive.name == "scan":
+            inner = divided.bodies.get(i)
+            bodies[i] = body if inner is None else shards_of(inner, body)
+    results = tuple(tuple(has[v] for v in e.outvars) for e in eqns)
+    return dataclasses.replace(shards, results=results, bodies=bodies)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +85,22 @@ class _Parts:
 
     divided: Divided
     chip: LinkedChip
-    known: dict[tuple[PieceLoop, tuple[bool, ...]], PieceCost]
+    known: dict[Any, PieceCost]
 
-    def cost(self, equation: int, active: Sequence[bool]) -> PieceCost | None:
+    def cost(
+        self, equation: int, active: Sequence[bool], shards: Shards | None
+    ) -> PieceCost | None:
         loop = self.divided.loops.get(equation)
         if loop is None:
             return None
-        key = loop, tuple(active)
+        given = None
+        if shards is not None:
+            has = shards.by_variable(self.divided.program)
+            eqn = self.divided.program.eqns[equation]
+            given = ShardsOfInputs(tuple(has[v] for v in eqn.invars), shards.axes)
+        key = loop, tuple(active), given
         if key not in self.known:
-            self.known[key] = cost_of(loop, active, self.chip)
+            self.known[key] = cost_of(loop, active, self.chip, given)
         return self.known[key]
 
     def body(self, equation: int) -> _Parts | None:
@@ -69,13 +108,75 @@ class _Parts:
         return None if inner is None else dataclasses.replace(self, divided=inner)
 
 
-def cost_of(loop: PieceLoop, active: Sequence[bool], chip: LinkedChip) -> PieceCost:
+@dataclasses.dataclass(frozen=True)
+class ShardsOfInputs:
+    """What one device has of the inputs of a loop over pieces, and the axes of the mesh.
+
+    The dimension of an input that is cut into pieces is whole on each device.
+    """
+
+    inputs: tuple[ValueShard, ...]
+    axes: tuple[tuple[str, int], ...]
+
+    def partition(
+        self, program: Program, avals: Sequence[jax.ShapeDtypeStruct]
+    ) -> Partition | None:
+        """Return what one device has of the values of one piece; None if it has all of them."""
+        names, sizes = zip(*self.axes, strict=True)
+        kinds = (jax.sharding.AxisType.Auto,) * len(names)
+        mesh = jax.sharding.AbstractMesh(sizes, names, axis_types=kinds)
+        structs = []
+        for aval, shard in zip(avals, self.inputs, strict=True):
+            spec = jax.sharding.PartitionSpec(*(axes or None for axes in shard.axes))
+            structs.append(aval.update(sharding=jax.sharding.NamedSharding(mesh, spec)))
+        shards = _sharding.value_shards(program, structs)
+        if shards is None:
+            return None
+        own = len(program.consts)
+        whole = {
+            own + i: _ops.nbytes(avals[i].update(shape=self.inputs[i].shape)) * parts
+            for i, parts in self._gathered(program, shards).items()
+        }
+        return Partition(shards, whole)
+
+    def _gathered(self, program: Program, shards: Shards) -> dict[int, int]:
+        """Return the inputs that a device gathers for a product, each with the number of parts.
+
+        Each device makes such an input's gradient as a whole, from its part of the activations.
+        """
+        has, sizes = shards.by_variable(program), dict(self.axes)
+        own = len(program.consts)
+        number = {v: i for i, v in enumerate(program.invars[own:])}
+        found: dict[int, int] = {}
+        for eqn in program.eqns:
+            atoms = [v for v in eqn.invars if not isinstance(v, jec.Literal)]
+            if len(eqn.invars) == 1 == len(atoms) and atoms[0] in number:  # a transpose, a cast
+                number[eqn.outvars[0]] = number[atoms[0]]
+            if eqn.primitive.name != "dot_general" or len(atoms) != 2:
+                continue
+            numbers = eqn.params["dimension_numbers"]
+            left, right, out = (has[v] for v in (*eqn.invars, *eqn.outvars))
+            product = _sharding.split_product(numbers, left, right, out, sizes)
+            for v, axes in zip(eqn.invars, product.gathers, strict=True):
+                if v in number and axes:
+                    found[number[v]] = math.prod(sizes[a] for a in axes)
+        return found
+
+
+def cost_of(
+    loop: PieceLoop,
+    active: Sequence[bool],
+    chip: LinkedChip,
+    given: ShardsOfInputs | None = None,
+) -> PieceCost:
     """Return the cost of a loop over pieces.
 
     Args:
         loop: the loop.
         active: for each of its inputs, whether the loop is differentiated by it.
         chip: the chip whose rates turn operations and bytes into seconds.
+        given: what one device has of the inputs, if the program is partitioned. The cost is that
+            on one device then.
     """
     split = loop.split
     piece = Piece(split.n, min(loop.size, split.n), 0)
@@ -85,23 +186,31 @@ def cost_of(loop: PieceLoop, active: Sequence[bool], chip: LinkedChip) -> PieceC
     ]
     program = flat_program(jax.make_jaxpr(lambda *xs: loop.body(xs, piece))(*avals))
     flags = [False] * len(program.consts) + list(active)
-    graph = _build.graph_of(program, flags, loop.moving, chip)
-    whole = (Segment(0, len(graph.equations), plain=True),)
+    partition = None if given is None else given.partition(program, avals)
+    graph = _build.graph_of(program, flags, loop.moving, chip, partition=partition)
+    plain = (Segment(0, len(graph.equations), plain=True),)
     without = tuple(dataclasses.replace(t, gradient_bytes=0) for t in graph.tensors)
     forward = Simulation(dataclasses.replace(graph, tensors=without), math.inf)
-    forward.forward(whole, frozenset())
+    forward.forward(plain, frozenset())
     # The loop of the derivative computes again what the derivative of a piece needs.
     again = Simulation(graph, math.inf).run((Segment(0, len(graph.equations)),))
-    added = sum(
-        _ops.nbytes(v.aval)
-        for (v, how), is_active in zip(loop.inputs, active, strict=True)
+    own = [v.aval for v, _ in loop.inputs]
+    if given is not None:
+        own = [a.update(shape=s.shape) for a, s in zip(own, given.inputs, strict=True)]
+    summed = [
+        (i + len(program.consts), _ops.nbytes(aval))
+        for i, (aval, (_, how), is_active) in enumerate(zip(own, loop.inputs, active, strict=True))
         if is_active and how is None
-    )
+    ]
+    added = sum(size for _, size in summed)
+    # Gradients that are added up as a whole, although a device has a part of them in the end.
+    whole = {} if partition is None else partition.gradients
+    more = sum(whole[i] - size for i, size in summed if i in whole)
     # A gradient that all pieces contribute to is read, added to, and written for each piece.
-    adding = 3 * added / chip.bandwidth_bytes_per_second
+    adding = 3 * (added + more) / chip.bandwidth_bytes_per_second
     return PieceCost(
         forward_bytes=forward.peak,
-        backward_bytes=Simulation(graph, math.inf).run(whole).peak_bytes,
+        backward_bytes=Simulation(graph, math.inf).run(plain).peak_bytes + more,
         flops=count * graph.forward_flops,
         seconds=count * graph.forward_seconds,
         again_flops=count * again.extra_flops,

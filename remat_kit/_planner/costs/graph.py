@@ -26,13 +26,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from remat_kit._apply.divide import Divided
 from remat_kit._program.program import Program
+from remat_kit._program.sharding import Shards
 
 # -- the graph ----------------------------------------------------------------------------------
 
@@ -182,6 +183,20 @@ _SPAN = 64
 _Steps = list[tuple[int, int]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """What one device has of a partitioned program.
+
+    Attributes:
+        shards: what it has of each value.
+        gradients: the bytes that it has of gradients, by the number of the input, where these
+            differ from the bytes of the input.
+    """
+
+    shards: Shards
+    gradients: Mapping[int, int]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class CostGraph:
     """The forward pass of a loss, and the arrays that its derivative reads.
@@ -196,6 +211,8 @@ class CostGraph:
             of the forward pass into that of the backward pass.
         reuses: whether the compiler stores temporaries in the memory of later results.
         divided: the program with the segments that run in pieces; None if there are none.
+        partition: what one device has of the values; None if the program is not partitioned. The
+            bytes and FLOPs of the graph are those of one device then.
         regions: whether the function has checkpoint regions of its own. They are not in the graph.
         early: whether the compiler may recompute a region around regions before the derivatives of
             the later equations outside of all regions have run. XLA:CPU does, because it removes
@@ -210,6 +227,7 @@ class CostGraph:
     reuses: bool = True
     early: bool = False
     divided: Divided | None = dataclasses.field(default=None, repr=False)
+    partition: Partition | None = dataclasses.field(default=None, repr=False)
     regions: bool = False
 
     @functools.cached_property

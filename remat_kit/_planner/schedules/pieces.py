@@ -10,7 +10,8 @@ then planned like any other program (module `divided`):
    the array, and ends where what it hands on is narrow again. So the equal blocks of a model get
    equal segments.
 2. Each axis of the array is tried. `remat_kit._program.pieces.split` says whether it can be
-   divided.
+   divided. In a program that is partitioned over several devices, an axis that the mesh splits is
+   left alone: the devices would have to exchange parts of each piece.
 3. The number of pieces is the smallest power of two at which the segment is no longer what needs
    the most memory. Of several axes the fastest one wins: where pieces read the weights as a whole,
    they read them k times.
@@ -36,11 +37,13 @@ from remat_kit._apply.pieces import PieceLoop
 from remat_kit._apply.region import relative
 from remat_kit._planner.costs import divided as _divided
 from remat_kit._planner.costs.build import LinkedChip, PieceCost
+from remat_kit._planner.costs.divided import ShardsOfInputs
 from remat_kit._planner.costs.graph import CostGraph, Tensor
 from remat_kit._planner.schedules.mincut import Worth
 from remat_kit._planner.schedules.proposals import Candidate, proposed
 from remat_kit._policy.divisions import Division
 from remat_kit._program import ops as _ops
+from remat_kit._program.pieces import Along
 from remat_kit._program.pieces.split import Split
 from remat_kit._program.structure import structure_of
 from remat_kit._units import format_bytes
@@ -163,7 +166,7 @@ def floor(graph: CostGraph, chip: LinkedChip) -> Floor | None:
     """Return the largest working set of a program, if a segment around it can run in pieces.
 
     Only this one segment is examined, so the answer takes a small part of the time of a search. It
-    is None if no axis of the arrays can be divided, and for programs of several devices.
+    is None if no axis of the arrays can be divided.
 
     >>> import jax.numpy as jnp
     >>> from remat_kit._chip.target import target
@@ -178,7 +181,7 @@ def floor(graph: CostGraph, chip: LinkedChip) -> Floor | None:
         graph: the cost graph of the program as it is.
         chip: the chip of the graph.
     """
-    if is_partitioned(graph):
+    if has_explicit_shardings(graph):
         return None
     sets = [(size, i, s) for s in _searches(graph, chip) for size, i in s.working_sets()]
     if not sets:
@@ -196,9 +199,15 @@ def floor(graph: CostGraph, chip: LinkedChip) -> Floor | None:
     return None
 
 
-def is_partitioned(graph: CostGraph) -> bool:
-    """Tell whether the arrays of a graph are parts of those of the program, on one device each."""
-    return any(t.shape != getattr(_aval(graph, t.index), "shape", ()) for t in graph.tensors)
+def has_explicit_shardings(graph: CostGraph) -> bool:
+    """Tell whether the types of a program's values say how a mesh with explicit axes splits them.
+
+    An operation on a piece would need another type.
+    """
+    if graph.partition is None:
+        return False
+    avals = (_aval(graph, t.index) for t in graph.tensors)
+    return any(any(getattr(getattr(a, "sharding", None), "spec", ())) for a in avals)
 
 
 def explored(
@@ -281,7 +290,9 @@ class _SegmentSearch:
         self.program = graph.program
         self.options: list[Option] = []
         self.blocked = set[int]()  # arrays that cannot be divided
-        self.sizes = [_size(_aval(graph, t.index)) for t in graph.tensors]
+        self.sizes = [_size(_aval(graph, t.index), t.shape) for t in graph.tensors]
+        partition = graph.partition
+        self.shards = {} if partition is None else partition.shards.by_variable(graph.program)
         self.known: dict[Any, tuple[tuple[int, int, PieceCost], ...]] = {}
 
     # .. which segments
@@ -397,7 +408,8 @@ class _SegmentSearch:
         _, part = relative(segment_of(self.program, start, stop))
         inside = place[0] - start, place[1]
         active = self.active(start, stop)
-        key = structure_of(part), inside, tuple(sorted(active))
+        shards = [self.shards.get(v) for v in (*part.invars, *_made(part))]
+        key = structure_of(part), inside, tuple(sorted(active)), tuple(shards)
         if key not in self.known:
             self.known[key] = tuple(self.costs(part, inside, active))
         return tuple(
@@ -436,16 +448,34 @@ class _SegmentSearch:
             split = split_of(part, place, axis)
             if not isinstance(split, Split) or not self.is_worth(split):
                 continue
+            if not self.is_whole_along(split):
+                continue
             mask = self.mask(split, number, active)
             pieces, least = 2, None
             while pieces <= min(split.n, _MOST_PIECES):
                 loop = PieceLoop(split, -(-split.n // pieces))
-                cost = _divided.cost_of(loop, mask(loop), self.chip)
+                cost = _divided.cost_of(loop, mask(loop), self.chip, self.given(loop))
                 if least is not None and cost.backward_bytes > 0.95 * least:
                     break
                 least = cost.backward_bytes
                 yield axis, pieces, cost
                 pieces *= 2
+
+    def is_whole_along(self, split: Split) -> bool:
+        """Tell whether each device has all of the axis that is divided."""
+        divided = [*split.cut, *split.how.items(), *split.outputs]
+        return not any(
+            isinstance(how, Along) and v in self.shards and self.shards[v].axes[how.axis]
+            for v, how in divided
+        )
+
+    def given(self, loop: PieceLoop) -> ShardsOfInputs | None:
+        """Return what one device has of the inputs of a loop; None if it has all of them."""
+        partition = self.graph.partition
+        if partition is None:
+            return None
+        shards = tuple(self.shards[v] for v, _ in loop.inputs)
+        return ShardsOfInputs(shards, partition.shards.axes)
 
     def is_worth(self, split: Split) -> bool:
         """Tell whether what leaves the loop is less than half of what is inside."""
@@ -465,15 +495,27 @@ class _SegmentSearch:
         return of
 
 
-def _size(aval: Any) -> int:
+def _made(part: Any) -> Iterator[Any]:
+    """Yield the variables that the equations of a segment make."""
+    for eqn in part.eqns:
+        yield from eqn.outvars
+
+
+def _size(aval: Any, shape: tuple[int, ...]) -> int:
     """Return the bytes of an array, as if a float of less than four bytes had four.
+
+    Args:
+        aval: its abstract value.
+        shape: its shape on one device.
 
     The scores of an attention in bfloat16 are converted to float32 for the softmax. They take half
     the bytes then, but are no narrower, and a segment must not begin with them.
     """
-    size = _ops.nbytes(aval)
-    if jnp.issubdtype(aval.dtype, jnp.floating) and size < 4 * aval.size:
-        return 4 * aval.size
+    if _ops.nbytes(aval) == 0:
+        return 0
+    size = _ops.nbytes(aval.update(shape=shape))
+    if jnp.issubdtype(aval.dtype, jnp.floating) and size < 4 * math.prod(shape):
+        return 4 * math.prod(shape)
     return size
 
 
