@@ -275,6 +275,10 @@ class PieceLoop:
 
     def body(self, values: Sequence[Any], piece: Piece) -> list[Any]:
         """Evaluate the equations of the loop on one piece."""
+        return self.values(values, piece, [v for v, _ in self.split.outputs])
+
+    def values(self, values: Sequence[Any], piece: Piece, wanted: Sequence[Any]) -> list[Any]:
+        """Evaluate the equations of the loop on one piece; return the values of some variables."""
         eqns, how = self.split.program.eqns, self.split.how
         given = dict(zip(self.inputs, values, strict=True))
         made: dict[Any, Any] = {}
@@ -292,7 +296,7 @@ class PieceLoop:
             if outs is None:
                 outs = on_piece(eqns[i], way, values, piece)
             made.update(zip(eqns[i].outvars, outs, strict=True))
-        return [made[v] for v, _ in self.split.outputs]
+        return [made[v] for v in wanted]
 
     # .. the loops
 

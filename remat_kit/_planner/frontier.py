@@ -315,7 +315,8 @@ def frontier(
             planner does not propose it there.
         pieces: whether segments may run in pieces of an axis, as with `remat_kit.pieces`. The
             planner then chooses the segments, the axes and the numbers of pieces. It is off by
-            default, because sums over pieces round in another order.
+            default, because sums over pieces round in another order. An axis that a mesh splits is
+            not divided, and a program with explicit mesh axes is refused.
         progress: called with a description of the current work. Ctrl-C ends the search, and
             `frontier` returns the schedules found so far.
 

@@ -489,7 +489,9 @@ class Search:
         Between two compiled points, the function interpolates their peaks linearly. Beyond all
         compiled points, it adds the error of the nearest one. If at most one program is compiled,
         usually the one without regions, the model's own prediction is returned: the error for a
-        program without regions says little about programs with regions.
+        program without regions says little about programs with regions. Nor do the errors for
+        programs without pieces say much about one with pieces, so the peaks of such programs are
+        corrected by those of their own kind.
         """
         if place in self.known and self.measured(place):
             return self.measured(place) or 0
@@ -498,12 +500,13 @@ class Search:
         own = self.points[place].predicted_peak_bytes
         if place in self.leaner:
             return self.predicted_leaner(place)
+        in_pieces = self.points[place].graph is not None
         pairs = sorted(
             (self.points[p].predicted_peak_bytes, self.measured(p) or 0)
             for p in self.known
-            if self.measured(p)
+            if self.measured(p) and (self.points[p].graph is not None) == in_pieces
         )
-        if len(pairs) < 2:
+        if len(pairs) < (1 if in_pieces else 2):
             return own
         below = [pair for pair in pairs if pair[0] <= own]
         above = [pair for pair in pairs if pair[0] > own]

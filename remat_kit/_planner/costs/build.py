@@ -249,13 +249,10 @@ class Parts(Protocol):
         """The divided program."""
         ...
 
-    def cost(
-        self, equation: int, active: Sequence[bool], shards: Shards | None
-    ) -> PieceCost | None:
+    def cost(self, equation: int, active: Sequence[bool]) -> PieceCost | None:
         """Return the cost of the loop that an equation is, or None if it is another operation.
 
-        ``active`` says by which inputs it is differentiated, and ``shards`` what one device has of
-        the values of the divided program.
+        ``active`` says by which inputs it is differentiated.
         """
         ...
 
@@ -585,10 +582,8 @@ class _Builder:
 
     def cost_in_pieces(self, i: int, eqn: Any, active: Sequence[bool]) -> PieceCost | None:
         """Return the cost of a loop over pieces, from a division or from a policy of the user."""
-        if self.parts is not None:
-            cost = self.parts.cost(i, active, self.shards)
-            if cost is not None:
-                return cost
+        if self.parts is not None and (cost := self.parts.cost(i, active)) is not None:
+            return cost
         loop = loop_of(eqn) if self.shards is None else None
         if loop is None:
             return None

@@ -15,8 +15,9 @@ MiB.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,9 +47,9 @@ def graph_of(graph: CostGraph, divided: Divided, chip: LinkedChip) -> CostGraph:
     """
     active = [t.active for t in graph.tensors[: len(graph.program.invars)]]
     wanted = [t >= 0 and graph.tensors[t].active for t in graph.outputs]
-    parts = _Parts(divided, chip, {})
-    partition = graph.partition
+    partition, parts = graph.partition, _Parts(divided, chip, {})
     if partition is not None:
+        parts = dataclasses.replace(parts, shards=partition.shards)
         shards = shards_of(divided, partition.shards)
         partition = dataclasses.replace(partition, shards=shards)
     found = _build.graph_of(
@@ -81,70 +82,102 @@ def shards_of(divided: Divided, shards: Shards) -> Shards:
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """The segments in pieces of a program; equal ones have the same loop and the same cost."""
+    """The segments in pieces of a program; equal ones have the same loop and the same cost.
+
+    Attributes:
+        divided: the divided program.
+        chip: as for `graph_of`.
+        known: the costs of the loops so far.
+        shards: what one device has of the values of the program as it was; None if it has all.
+    """
 
     divided: Divided
     chip: LinkedChip
-    known: dict[Any, PieceCost]
+    known: dict[tuple[PieceLoop, tuple[bool, ...]], PieceCost]
+    shards: Shards | None = None
 
-    def cost(
-        self, equation: int, active: Sequence[bool], shards: Shards | None
-    ) -> PieceCost | None:
+    def cost(self, equation: int, active: Sequence[bool]) -> PieceCost | None:
         loop = self.divided.loops.get(equation)
         if loop is None:
             return None
-        given = None
-        if shards is not None:
-            has = shards.by_variable(self.divided.program)
-            eqn = self.divided.program.eqns[equation]
-            given = ShardsOfInputs(tuple(has[v] for v in eqn.invars), shards.axes)
-        key = loop, tuple(active), given
+        key = loop, tuple(active)
         if key not in self.known:
-            self.known[key] = cost_of(loop, active, self.chip, given)
+            # The loop has the variables of the first of the equal segments.
+            self.known[key] = cost_of(loop, active, self.chip, self.of_values)
         return self.known[key]
+
+    @functools.cached_property
+    def of_values(self) -> ShardsOfValues | None:
+        if self.shards is None:
+            return None
+        return ShardsOfValues(self.shards.by_variable(self.divided.whole), self.shards.axes)
 
     def body(self, equation: int) -> _Parts | None:
         inner = self.divided.bodies.get(equation)
-        return None if inner is None else dataclasses.replace(self, divided=inner)
+        if inner is None:
+            return None
+        shards = None
+        if self.shards is not None:
+            scan = self.divided.program.eqns[equation].outvars[0]
+            whole = enumerate(self.divided.whole.eqns)
+            shards = self.shards.bodies[next(i for i, e in whole if scan in e.outvars)]
+        return dataclasses.replace(self, divided=inner, shards=shards)
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardsOfInputs:
-    """What one device has of the inputs of a loop over pieces, and the axes of the mesh.
+class ShardsOfValues:
+    """What one device has of the variables of a program, and the axes of the mesh."""
 
-    The dimension of an input that is cut into pieces is whole on each device.
-    """
-
-    inputs: tuple[ValueShard, ...]
+    values: Mapping[Any, ValueShard]
     axes: tuple[tuple[str, int], ...]
 
-    def partition(
-        self, program: Program, avals: Sequence[jax.ShapeDtypeStruct]
-    ) -> Partition | None:
-        """Return what one device has of the values of one piece; None if it has all of them."""
-        names, sizes = zip(*self.axes, strict=True)
-        kinds = (jax.sharding.AxisType.Auto,) * len(names)
-        mesh = jax.sharding.AbstractMesh(sizes, names, axis_types=kinds)
-        structs = []
-        for aval, shard in zip(avals, self.inputs, strict=True):
-            spec = jax.sharding.PartitionSpec(*(axes or None for axes in shard.axes))
-            structs.append(aval.update(sharding=jax.sharding.NamedSharding(mesh, spec)))
-        shards = _sharding.value_shards(program, structs)
-        if shards is None:
-            return None
-        own = len(program.consts)
-        whole = {
-            own + i: _ops.nbytes(avals[i].update(shape=self.inputs[i].shape)) * parts
-            for i, parts in self._gathered(program, shards).items()
-        }
-        return Partition(shards, whole)
+    def part(self, var: Any, shape: tuple[int, ...]) -> ValueShard:
+        """Return what one device has of a piece of a value; it has all of the axis that is cut."""
+        own = self.values[var]
+        parts = (-(-n // max(m, 1)) for n, m in zip(var.aval.shape, own.shape, strict=True))
+        return ValueShard(tuple(-(-n // k) for n, k in zip(shape, parts, strict=True)), own.axes)
 
-    def _gathered(self, program: Program, shards: Shards) -> dict[int, int]:
+    def partition(self, loop: PieceLoop, program: Program, names: Sequence[Any]) -> Partition:
+        """Return what one device has of the values of one piece.
+
+        Args:
+            loop: the loop over the pieces.
+            program: the program of one piece. It returns all values that the loop makes.
+            names: the variables of the loop for these.
+        """
+        own = len(program.consts)
+        inputs = [v for v, _ in loop.inputs]
+        known = {x: _whole(x) for x in program.invars[:own]}
+        for x, v in (
+            *zip(program.invars[own:], inputs, strict=True),
+            *zip(program.outvars, names, strict=True),
+        ):
+            if not isinstance(x, jec.Literal):
+                known[x] = self.part(v, x.aval.shape)
+        for eqn in program.eqns:
+            read = [known[v] for v in eqn.invars if not isinstance(v, jec.Literal)]
+            of = {v.aval.shape: known[v] for v in eqn.invars if not isinstance(v, jec.Literal)}
+            for v in eqn.outvars:
+                if v not in known:  # an operation that JAX or a rule adds, such as a cast
+                    known[v] = of.get(v.aval.shape, _whole(v)) if read else _whole(v)
+        shards = Shards(
+            tuple(known[v] for v in program.invars),
+            tuple(tuple(known[v] for v in e.outvars) for e in program.eqns),
+            {},
+            self.axes,
+        )
+        gathered = {
+            own + i: _ops.nbytes(inputs[i].aval.update(shape=shards.inputs[own + i].shape)) * parts
+            for i, parts in self._gathered(program, known).items()
+        }
+        return Partition(shards, gathered)
+
+    def _gathered(self, program: Program, has: Mapping[Any, ValueShard]) -> dict[int, int]:
         """Return the inputs that a device gathers for a product, each with the number of parts.
 
         Each device makes such an input's gradient as a whole, from its part of the activations.
         """
-        has, sizes = shards.by_variable(program), dict(self.axes)
+        sizes = dict(self.axes)
         own = len(program.consts)
         number = {v: i for i, v in enumerate(program.invars[own:])}
         found: dict[int, int] = {}
@@ -163,11 +196,16 @@ class ShardsOfInputs:
         return found
 
 
+def _whole(var: Any) -> ValueShard:
+    shape = getattr(var.aval, "shape", ())
+    return ValueShard(shape, ((),) * len(shape))
+
+
 def cost_of(
     loop: PieceLoop,
     active: Sequence[bool],
     chip: LinkedChip,
-    given: ShardsOfInputs | None = None,
+    given: ShardsOfValues | None = None,
 ) -> PieceCost:
     """Return the cost of a loop over pieces.
 
@@ -175,8 +213,8 @@ def cost_of(
         loop: the loop.
         active: for each of its inputs, whether the loop is differentiated by it.
         chip: the chip whose rates turn operations and bytes into seconds.
-        given: what one device has of the inputs, if the program is partitioned. The cost is that
-            on one device then.
+        given: what one device has of the variables of the loop, if the program is partitioned. The
+            cost is that on one device then.
     """
     split = loop.split
     piece = Piece(split.n, min(loop.size, split.n), 0)
@@ -184,9 +222,11 @@ def cost_of(
     avals = [
         jax.ShapeDtypeStruct(piece.shape(v.aval.shape, how), v.aval.dtype) for v, how in loop.inputs
     ]
-    program = flat_program(jax.make_jaxpr(lambda *xs: loop.body(xs, piece))(*avals))
+    names = [*(v for v, _ in split.outputs), *split.made]
+    every = flat_program(jax.make_jaxpr(lambda *xs: loop.values(xs, piece, names))(*avals))
+    program = dataclasses.replace(every, outvars=every.outvars[: len(split.outputs)])
     flags = [False] * len(program.consts) + list(active)
-    partition = None if given is None else given.partition(program, avals)
+    partition = None if given is None else given.partition(loop, every, names)
     graph = _build.graph_of(program, flags, loop.moving, chip, partition=partition)
     plain = (Segment(0, len(graph.equations), plain=True),)
     without = tuple(dataclasses.replace(t, gradient_bytes=0) for t in graph.tensors)
@@ -196,7 +236,7 @@ def cost_of(
     again = Simulation(graph, math.inf).run((Segment(0, len(graph.equations)),))
     own = [v.aval for v, _ in loop.inputs]
     if given is not None:
-        own = [a.update(shape=s.shape) for a, s in zip(own, given.inputs, strict=True)]
+        own = [v.aval.update(shape=given.values[v].shape) for v, _ in loop.inputs]
     summed = [
         (i + len(program.consts), _ops.nbytes(aval))
         for i, (aval, (_, how), is_active) in enumerate(zip(own, loop.inputs, active, strict=True))

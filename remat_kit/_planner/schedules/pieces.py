@@ -37,7 +37,7 @@ from remat_kit._apply.pieces import PieceLoop
 from remat_kit._apply.region import relative
 from remat_kit._planner.costs import divided as _divided
 from remat_kit._planner.costs.build import LinkedChip, PieceCost
-from remat_kit._planner.costs.divided import ShardsOfInputs
+from remat_kit._planner.costs.divided import ShardsOfValues
 from remat_kit._planner.costs.graph import CostGraph, Tensor
 from remat_kit._planner.schedules.mincut import Worth
 from remat_kit._planner.schedules.proposals import Candidate, proposed
@@ -454,7 +454,7 @@ class _SegmentSearch:
             pieces, least = 2, None
             while pieces <= min(split.n, _MOST_PIECES):
                 loop = PieceLoop(split, -(-split.n // pieces))
-                cost = _divided.cost_of(loop, mask(loop), self.chip, self.given(loop))
+                cost = _divided.cost_of(loop, mask(loop), self.chip, self.of_values)
                 if least is not None and cost.backward_bytes > 0.95 * least:
                     break
                 least = cost.backward_bytes
@@ -469,13 +469,11 @@ class _SegmentSearch:
             for v, how in divided
         )
 
-    def given(self, loop: PieceLoop) -> ShardsOfInputs | None:
-        """Return what one device has of the inputs of a loop; None if it has all of them."""
+    @functools.cached_property
+    def of_values(self) -> ShardsOfValues | None:
+        """What one device has of the variables of the program; None if it has all."""
         partition = self.graph.partition
-        if partition is None:
-            return None
-        shards = tuple(self.shards[v] for v, _ in loop.inputs)
-        return ShardsOfInputs(shards, partition.shards.axes)
+        return None if partition is None else ShardsOfValues(self.shards, partition.shards.axes)
 
     def is_worth(self, split: Split) -> bool:
         """Tell whether what leaves the loop is less than half of what is inside."""

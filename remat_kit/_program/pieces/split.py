@@ -82,6 +82,11 @@ class Split:
             if v not in leaving and not _ops.is_view(self.program.eqns[i])
         )
 
+    @property
+    def made(self) -> list[Any]:
+        """The variables that the equations in the loop make."""
+        return [v for i in self.ways for v in self.program.eqns[i].outvars]
+
     def saved_bytes(self, pieces: int) -> float:
         """Return by how much pieces reduce what is live, roughly: a score to compare axes with."""
         handed_on = {v for v in self.program.outvars if not isinstance(v, jec.Literal)}

@@ -7,6 +7,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from zoo import load
 
 from remat_kit import (
@@ -46,6 +47,10 @@ def graph(count, axis=0, chip="cpu"):
     division = Division(at, len(whole.equations), count, (at, 0), axis)
     found = divided(whole.program, [division])
     return whole, _divided.graph_of(whole, found, target(chip)), division
+
+
+def whole_segment(graph):
+    return (Segment(0, len(graph.equations), plain=True),)
 
 
 def loop_of(found):
@@ -134,3 +139,62 @@ def test_prediction_and_compiler():
 def test_pieces_of_the_last_axis_are_not_proposed_for_a_softmax():
     with pytest.raises(Exception, match="cannot run in pieces"):
         graph(8, axis=1)
+
+
+# -- programs over several devices ----------------------------------------------------------------
+
+
+def head_of_batch(w, x, labels):
+    logits = jax.nn.log_softmax(jnp.tanh(x) @ w)
+    return -jnp.mean(jnp.take_along_axis(logits, labels[..., None], axis=-1))
+
+
+COPIED, SHARDED = PartitionSpec(), PartitionSpec("data")
+
+
+def graph_of_batch(batch, mesh=None, weights=COPIED):
+    """The loss head of a batch, in 8 pieces of the sequence; on a mesh, its batch is split."""
+    args = (
+        jax.ShapeDtypeStruct((64, 8192), jnp.float32),
+        jax.ShapeDtypeStruct((batch, 256, 64), jnp.float32),
+        jax.ShapeDtypeStruct((batch, 256), jnp.int32),
+    )
+    if mesh is not None:
+        specs = weights, SHARDED, SHARDED
+        args = [a.update(sharding=NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)]
+    whole = build.trace(head_of_batch, args, target("cpu"))
+    (at,) = (e.index for e in whole.equations if e.primitive == "dot_general")
+    division = Division(at, len(whole.equations), 8, (at, 0), 1)
+    return whole, _divided.graph_of(whole, divided(whole.program, [division]), target("cpu"))
+
+
+MESH = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def test_a_device_has_the_cost_of_its_part_of_the_batch():
+    (_, alone), (_, split) = graph_of_batch(2), graph_of_batch(8, MESH)
+    a, b = loop_of(alone), loop_of(split)
+    for field in ("flops", "again_flops", "backward_flops", "seconds", "transient_bytes"):
+        assert getattr(b, field) == pytest.approx(getattr(a, field), rel=0.02), field
+    assert b.working_bytes == pytest.approx(a.working_bytes, rel=0.02)
+    costs = [simulate.simulate(g, whole_segment(g)).peak_bytes for g in (alone, split)]
+    assert costs[1] == pytest.approx(costs[0], rel=0.02)
+
+
+def test_the_gradient_of_a_gathered_operand_is_added_up_as_a_whole():
+    """The weights of fully sharded training; each device has a part of the sum of each entry."""
+    _, copied = graph_of_batch(8, MESH)
+    _, sharded = graph_of_batch(8, MESH, SHARDED)
+    weights = 64 * 8192 * 4
+    more = loop_of(sharded).working_bytes - loop_of(copied).working_bytes
+    # The gathered weights, and three quarters of the sum over the pieces.
+    assert weights <= more <= 2 * weights
+
+
+def test_what_one_device_has_of_a_divided_program():
+    whole, split = graph_of_batch(8, MESH)
+    shards = split.partition.shards
+    assert shards.inputs == whole.partition.shards.inputs
+    assert len(shards.results) == len(split.program.eqns)
+    for eqn, outs in zip(split.program.eqns, shards.results, strict=True):
+        assert [len(v.aval.shape) for v in eqn.outvars] == [len(x.shape) for x in outs]

@@ -8,6 +8,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from zoo import load
 
 import remat_kit
@@ -253,3 +254,56 @@ def test_a_segment_does_not_begin_with_scores_in_half_precision():
     (division, *_) = next(pieces.variants(graph, target("h100"))).divided.divisions
     assert division.start <= product < division.stop
     assert division.pieces > 2
+
+
+# -- programs over several devices ----------------------------------------------------------------
+
+
+def sharded(kind, *specs):
+    """Losses of a language model without blocks, and arguments that a mesh of eight splits."""
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+
+    def loss(table, tokens):
+        logits = jax.nn.log_softmax(jnp.tanh(table[tokens]) @ table.T)
+        return -jnp.mean(jnp.take_along_axis(logits, tokens[..., None], axis=-1))
+
+    args = jax.ShapeDtypeStruct((4096, 32), "float32"), jax.ShapeDtypeStruct((8, 256), "int32")
+    placed = (NamedSharding(mesh, spec) for spec in specs)
+    return loss, [a.update(sharding=s) for a, s in zip(args, placed, strict=True)]
+
+
+@pytest.mark.parametrize("table", [PartitionSpec(), PartitionSpec("data")], ids=str)
+def test_a_partitioned_program_is_divided_along_an_axis_that_every_device_has(table):
+    fn, args = sharded(AxisType.Auto, table, PartitionSpec("data"))
+    front = frontier(fn, *args, target="cpu:8", pieces=True)
+    whole = next(p for p in (*front.points, *front.undivided) if p.graph is None)
+    least = front.points[0]
+    assert {d.axis for d in least.graph.divided.divisions} == {1}  # the batch is axis 0
+    compiled = [
+        remat_kit.measure(policy(front.policy(p))(fn), *args, target="cpu:8")
+        for p in (least, whole)
+    ]
+    assert {memory.devices for memory in compiled} == {8}
+    assert compiled[0].peak_bytes < 0.25 * compiled[1].peak_bytes
+
+
+def test_an_axis_that_the_mesh_splits_is_not_divided():
+    fn, args = sharded(AxisType.Auto, PartitionSpec(), PartitionSpec("data", "model"))
+    front = frontier(fn, *args, target="cpu:8", pieces=True)
+    assert all(p.graph is None for p in front.points)
+
+
+def test_a_mesh_with_explicit_axes_is_refused():
+    _, args = sharded(AxisType.Explicit, PartitionSpec(), PartitionSpec("data"))
+    mesh = args[0].sharding.mesh
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    w = jax.ShapeDtypeStruct((16, 4096), "float32")
+    x = jax.ShapeDtypeStruct((1024, 16), "float32")
+    args = [a.update(sharding=s.sharding) for a, s in zip((w, x), args, strict=True)]
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert frontier(loss, *args, target="cpu:8").points
+        with pytest.raises(UserError, match="automatic axes only"):
+            frontier(loss, *args, target="cpu:8", pieces=True)
