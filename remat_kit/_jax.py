@@ -1199,16 +1199,58 @@ def remembered(fn: Any) -> Any:
 
 
 def shared(make: Any, fn: Any, key: Any) -> Any:
-    """Return ``make(fn, key)``, made once as long as ``fn`` lives and ``key`` is the same."""
+    """Return ``make(of, key)``, made once as long as ``fn`` lives and ``key`` is the same.
+
+    ``of()`` is ``fn``. What ``make`` returns must not contain ``fn``, because it is kept until
+    ``fn`` is gone; `Remade` functions do not.
+    """
     try:
         return _memory(make)(fn, key)
     except TypeError:  # no weak reference to the function, or no hash
-        return make(fn, key)
+        return make(lambda: fn, key)
 
 
 @functools.cache
 def _memory(make: Any) -> Any:
-    return util.weakref_lru_cache(make)
+    return util.weakref_lru_cache(lambda fn, key: make(weakref.ref(fn), key))
+
+
+class Remade:
+    """A function that calls another one with other arguments.
+
+    If it is remembered (`shared`), it does not keep the other function alive, nor what that one is
+    closed over. Whoever calls it does.
+
+    >>> def double(x): return 2 * x
+    >>> negative = Remade(lambda: double, lambda fn, x: fn(-x))
+    >>> negative(3), negative.__name__
+    (-6, 'double')
+
+    Args:
+        of: returns the other function, or None if it is gone.
+        body: called with the other function and the arguments.
+    """
+
+    def __init__(self, of: Callable[[], Any], body: Callable[..., Any]):
+        self._of, self._body = of, body
+        fn = of()
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        self.__qualname__ = getattr(fn, "__qualname__", self.__name__)
+        self.__module__ = getattr(fn, "__module__", "")
+        self.__doc__ = getattr(fn, "__doc__", None)
+
+    @property
+    def __wrapped__(self) -> Any:
+        return self._known()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._body(self._known(), *args, **kwargs)
+
+    def _known(self) -> Any:
+        fn = self._of()
+        if fn is None:
+            raise ReferenceError(f"{self.__qualname__} is no longer there")
+        return fn
 
 
 _own_traces = jax.make_user_context(None)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,7 +50,7 @@ class Call:
         kwargs: dict[str, Any],
         constants: Iterable[str] = (),
     ):
-        fn = _jax.remembered(fn)
+        fn = self._original = _jax.remembered(fn)
         paths, leaves, tree = _leaves((args, kwargs))
         constants = set(constants)
         traced = [t and p not in constants for (x, t), p in zip(leaves, paths, strict=True)]
@@ -75,7 +74,7 @@ class Call:
             tuple(map(jax.typeof, self.arrays)),
         )
         fixed = all(t or _is_fixed(x) for (x, _), t in zip(leaves, traced, strict=True))
-        self.fn = _jax.shared(_filled, fn, filling) if fixed else _filled(fn, filling)
+        self.fn = _jax.shared(_filled, fn, filling) if fixed else _filled(lambda: fn, filling)
 
     def trace(self) -> _jax.Traced:
         """Trace the function, or return the trace that the cache of `jax.checkpoint` contains."""
@@ -137,19 +136,19 @@ class _Outputs:
 _OUTPUTS = "__remat_kit_outputs__"
 
 
-def _filled(fn: Callable[..., Any], filling: _Filling) -> Callable[..., list[Any]]:
-    """Return ``fn`` as a function of its arguments with None in the places of the constants."""
+def _filled(of: Callable[[], Any], filling: _Filling) -> Callable[..., list[Any]]:
+    """Return ``of()`` as a function of its arguments with None in the places of the constants."""
     outputs = _Outputs()
 
-    @functools.wraps(fn)
-    def filled(*args: Any, **kwargs: Any) -> list[Any]:
+    def filled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         given = iter(_jax.flatten((args, kwargs))[0])
         full = [next(given) if c is None else c.value for c in filling.constants]
         args, kwargs = jax.tree.unflatten(filling.tree, full)
         return outputs.arrays(fn(*args, **kwargs))
 
-    filled.__dict__[_OUTPUTS] = outputs
-    return filled
+    made = _jax.Remade(of, filled)
+    made.__dict__[_OUTPUTS] = outputs
+    return made
 
 
 class Static:
@@ -377,7 +376,10 @@ def without_static(
         call,
     )
     traced = next(_traced_among(static, static_kwargs, skip), None)
-    closed = _closed(fn, closing) if traced is not None else _jax.shared(_closed, fn, closing)
+    if traced is not None:
+        closed = _closed(lambda: fn, closing)
+    else:
+        closed = _jax.shared(_closed, fn, closing)
     rest = tuple(x for i, x in enumerate(args) if i not in static)
     return closed, rest, {k: v for k, v in kwargs.items() if k not in names}
 
@@ -395,12 +397,12 @@ class _Closing:
     call: str
 
 
-def _closed(fn: Callable[..., Any], closing: _Closing) -> Callable[..., Any]:
-    """Return ``fn`` as a function of its other arguments."""
+def _closed(of: Callable[[], Any], closing: _Closing) -> Callable[..., Any]:
+    """Return ``of()`` as a function of its other arguments."""
     static = {i: s.value for i, s in zip(closing.positions, closing.by_position, strict=True)}
     static_kwargs = {k: s.value for k, s in zip(closing.names, closing.by_name, strict=True)}
 
-    def closed(*rest: Any, **others: Any) -> Any:
+    def closed(fn: Callable[..., Any], *rest: Any, **others: Any) -> Any:
         given = iter(rest)
         first = [next(given) for _ in range(closing.skip)]
         places = range(closing.count)
@@ -416,9 +418,12 @@ def _closed(fn: Callable[..., Any], closing: _Closing) -> Callable[..., Any]:
                 hint="mark it static in the enclosing jit or grad too, or do not mark it here",
             ) from error
 
-    closed.__name__ = getattr(fn, "__name__", type(fn).__name__)
-    closed.__qualname__ = getattr(fn, "__qualname__", closed.__name__)
-    return closed
+    made = _jax.Remade(of, closed)
+    made.__dict__["__signature__"] = _ANY_ARGUMENTS
+    return made
+
+
+_ANY_ARGUMENTS = inspect.signature(lambda *args, **kwargs: None)
 
 
 def check_names(names: Sequence[str], functions: Iterable[Any], call: str) -> None:

@@ -669,7 +669,9 @@ def _scoped(original: Any) -> Any:
     return _jax.shared(_make_scoped, original, None)
 
 
-def _make_scoped(original: Any, _: None) -> Any:
+def _make_scoped(of: Any, _: None) -> Any:
+    original = of()  # the method of a class: the wrapper takes its place and must keep it
+
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         scopes = _scopes.get()

@@ -46,7 +46,7 @@ from typing import Any
 
 import jax
 
-from remat_kit import _files, _frames
+from remat_kit import _files, _frames, _jax
 from remat_kit._backend.interface import Backend
 from remat_kit._chip.target import Target, for_arguments
 from remat_kit._errors import UnknownNameError, UserError, unknown
@@ -723,9 +723,12 @@ def policy_of(graph: CostGraph, schedule: Iterable[Segment[int]]) -> Planned:
     return _structural.planned(_described(program), *_divisions.lines(divisions), *lines)
 
 
-@functools.lru_cache(maxsize=8)
 def _described(program: Program) -> str:
-    return _schedule.describe(program)
+    return _jax.shared(_description, program, ())
+
+
+def _description(of: Callable[[], Program], _: Any) -> str:
+    return _schedule.describe(of())
 
 
 def _by_place(graph: CostGraph, segment: Segment[int]) -> Segment[Place]:

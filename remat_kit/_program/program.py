@@ -228,8 +228,8 @@ class Program:
         return module_path(eqn, self.base)
 
 
-def _flattened(jaxpr: Any, _: Any) -> Program:
-    return Program.of(_jax.Traced(jaxpr, (), None).closed)
+def _flattened(of: Any, _: Any) -> Program:
+    return Program.of(_jax.Traced(of(), (), None).closed)
 
 
 class _Flattener:
