@@ -95,7 +95,14 @@ def kept(f, *args):
 
 
 @pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *POLICIES[:4],
+        *(pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES[4:]),
+    ],
+    ids=repr,
+)
 @pytest.mark.filterwarnings("ignore::remat_kit.RematKitWarning")  # not every function has an exp
 def test_derivatives_are_those_of_the_function(f, policy, implementation):
     g = remat_kit.policy(policy)(f)
@@ -122,6 +129,9 @@ FORWARD = {
 }
 
 
+SLOW = ("third derivative", "mixed derivative", "forward over forward")
+
+
 @pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize(
     "policy",
@@ -135,7 +145,7 @@ FORWARD = {
 @pytest.mark.parametrize(
     "transform",
     [
-        pytest.param(name, marks=pytest.mark.slow if name == "third derivative" else [])
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else [])
         for name in [*TRANSFORMATIONS, *FORWARD]
     ],
 )

@@ -125,6 +125,7 @@ class Model(nnx.Module):
         return self.norm(self.dropout(nnx.relu(self.linear(x))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["nothing", "dots", remat_kit.pieces(4)], ids=repr)
 def test_a_function(setting: str, policy: Any) -> None:
     lean = remat_kit.policy(policy)(loss)

@@ -52,7 +52,6 @@ PRESETS = [r.name for r in remat_kit.recipes()]
 # By default every preset is tried on one model, and models in Linen and in NNX with these. Scans
 # have a body that is kept another way, and take what is said of several layers at once.
 FEW = ["nothing", "dots"]
-FEW_OF_SCANS = ["nothing", "nested:2"]
 
 
 # Not every model has the names that every preset asks for, which is said as a warning.
@@ -134,7 +133,6 @@ def test_the_table_of_parameters_is_complete():
 @pytest.mark.parametrize(
     ("case", "policy"),
     [(c, p) for c, p in combinations(FEW) if c in ("mlp", "gpt dropout", "gpt_nnx dropout")]
-    + [("gpt scan dropout", p) for p in FEW_OF_SCANS]
     + [("gpt_nnx scan dropout", "uniform:2")],
 )
 def test_gradients_are_those_of_the_undecorated_model(case, policy):
@@ -166,5 +164,5 @@ def test_every_model_under_the_new_checkpoint(case, policy):
 
 
 def test_recipes_are_checked_by_their_names():
-    assert {p.partition(":")[0] for p in (*FEW, *FEW_OF_SCANS)} <= set(PRESETS)
+    assert set(FEW) <= set(PRESETS)
     assert all(_recipe.resolve(spelled(p)) is not None for p in PRESETS)

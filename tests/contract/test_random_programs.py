@@ -14,7 +14,7 @@ import pytest
 import strategies
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 
-EXAMPLES = int(os.environ.get("REMAT_KIT_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("REMAT_KIT_EXAMPLES", "80"))
 SEED = os.environ.get("REMAT_KIT_SEED", "0")
 
 # What is done, in which way it runs, and the share of the examples.

@@ -17,9 +17,12 @@ SLOW = {
     "getting_started.md",
     "howto/accumulation.md",
     "howto/budget.md",
+    "howto/ci.md",
     "howto/does_not_fit.md",
+    "howto/nnx.md",
     "howto/other_chip.md",
     "howto/pieces.md",
+    "howto/steps.md",
 }
 
 

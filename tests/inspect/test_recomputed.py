@@ -461,6 +461,7 @@ def evaluated(jaxpr, args):
     ],
     ids=["mlp", "gpt"],
 )
+@pytest.mark.slow
 def test_equal_numbers_are_equal_values(implementation, build):
     """Run the gradient: operations with one number give the same bits."""
     loss, args = build()

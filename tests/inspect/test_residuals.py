@@ -245,7 +245,7 @@ POLICIES = {
         pytest.param(
             policy,
             model,
-            marks=[pytest.mark.slow] if model == "resnet" and policy != "nothing" else [],
+            marks=[pytest.mark.slow] if model == "resnet" or policy in ("none", "no dots") else [],
         )
         for policy in POLICIES
         for model in SMALL

@@ -169,7 +169,7 @@ def classes(ws, x):
 
 
 @pytest.mark.parametrize("chip", [pytest.param("cpu", marks=pytest.mark.slow), "h100"])
-@pytest.mark.parametrize("loss", [waves, classes])
+@pytest.mark.parametrize("loss", [waves, pytest.param(classes, marks=pytest.mark.slow)])
 def test_no_schedule_beats_the_bound(loss, chip):
     graph = _build.trace(loss, ([struct(16, 16)] * 6, struct(4096, 16)), target(chip))
     schedules = [*some_schedules(graph, 1500), *(c.schedule for c in _proposals.candidates(graph))]

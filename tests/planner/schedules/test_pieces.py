@@ -106,6 +106,7 @@ def test_the_default_has_no_pieces():
         assert not any(map(is_division, without.policy(point).lines))
 
 
+@pytest.mark.slow
 def test_a_plan_is_compiled_applied_and_explained():
     fn, args = one_layer()
     lean = planned_least()
@@ -122,6 +123,7 @@ def test_a_plan_is_compiled_applied_and_explained():
     assert norm(difference) < 1e-5 * norm(grads[0])
 
 
+@pytest.mark.slow
 def test_a_plan_is_saved_and_read(tmp_path):
     fn, args = one_layer()
     lean = planned_least()
