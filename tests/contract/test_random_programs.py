@@ -1,6 +1,6 @@
 """Random programs under random policies are what they are undecorated.
 
-    pytest tests/contract                                              a hundred examples
+    pytest tests/contract                                              eighty examples
     REMAT_KIT_EXAMPLES=2000 pytest tests/contract                      two thousand
     REMAT_KIT_SEED=5 REMAT_KIT_EXAMPLES=2000 pytest tests/contract     two thousand others
 
