@@ -67,7 +67,7 @@ def row_of(case: Case, sharding: str, target: str, budgets: Sequence[str | float
 def figures(budget: str | float, plan: Any, points: Sequence[Mapping[str, Any]]) -> Row:
     """Return what is shown of a plan for a budget, or of the error that takes its place."""
     if isinstance(plan, Exception):
-        return {"budget": budget, "error": str(plan).partition("\n")[0]}
+        return {"budget": budget, "error": str(plan).partition("\n")[0].partition(", of which")[0]}
     found = plan.to_json()
     return {
         "budget": budget,
