@@ -87,6 +87,7 @@ def test_in_regions_that_save_nothing():
     close(jax.grad(blocks)(*args), jax.jit(jax.grad(lean))(*args))
 
 
+@pytest.mark.slow
 def test_forward_mode_second_order_and_vmap():
     weights, x = arguments()
     lean = policy(plan_of(blocks, (weights, x), wide(blocks, (weights, x), (2, 10, 10), 9, 5, 1)))(

@@ -22,6 +22,7 @@ SLOW = {
     "howto/nnx.md",
     "howto/other_chip.md",
     "howto/pieces.md",
+    "howto/presets.md",
     "howto/steps.md",
 }
 

@@ -222,7 +222,11 @@ def test_gradients_are_finite_and_reach_the_parameters(module, size):
     assert any(nonzero) if module is RESNET else all(nonzero)
 
 
-@pytest.mark.parametrize("module", [MLP, GPT, GPT_NNX, RESNET], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module",
+    [MLP, GPT, GPT_NNX, pytest.param(RESNET, marks=pytest.mark.slow)],
+    ids=lambda m: m.__name__,
+)
 def test_steps_of_gradient_descent_lower_the_loss(module):
     size = {MLP: {"batch": 8}, RESNET: {"depth": 18, "batch": 2, "image": 32, "width": 4}}
     loss_fn, (params, *rest) = module.build(**size.get(module, TINY), materialize=True)

@@ -490,7 +490,7 @@ ROOMY = {
 # are equal to the bit.
 DOUBLE = {"bert", "cells", "gpt", "gpt_nnx", "inception", "llama_nnx", "moe"}
 DOUBLE |= {"residual_mlp", "resnet"}
-DEAR = ("residual_mlp",)
+DEAR = ("residual_mlp", "lstm")
 PLANNED = [
     *[
         pytest.param(

@@ -351,6 +351,7 @@ def test_the_command_line_plans(tmp_path, capsys):
 
 
 @lean
+@pytest.mark.slow
 def test_a_whole_training_step_is_counted():
     args = [(struct(256, 256), struct(256, 256))] * 4, struct(8192, 256)
     parameters = 8 * 256 * 256 * 4

@@ -271,7 +271,7 @@ def test_points_that_the_model_cannot_tell_apart_are_compiled_while_compiles_are
     assert search.unlike_predicted(2 * first.predicted_peak_bytes) is None
 
 
-@pytest.mark.parametrize("is_least", [True, False])
+@pytest.mark.parametrize("is_least", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_plans_with_pieces_are_compared_with_one_without(monkeypatch, is_least):
     """Those with pieces compile to far more than predicted, and so others are better."""
 
