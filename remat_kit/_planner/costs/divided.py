@@ -134,7 +134,7 @@ class ShardsOfValues:
     def part(self, var: Any, shape: tuple[int, ...]) -> ValueShard:
         """Return what one device has of a piece of a value; it has all of the axis that is cut."""
         own = self.values[var]
-        parts = (-(-n // max(m, 1)) for n, m in zip(var.aval.shape, own.shape, strict=True))
+        parts = (max(1, -(-n // max(m, 1))) for n, m in zip(var.aval.shape, own.shape, strict=True))
         return ValueShard(tuple(-(-n // k) for n, k in zip(shape, parts, strict=True)), own.axes)
 
     def partition(self, loop: PieceLoop, program: Program, names: Sequence[Any]) -> Partition:
@@ -155,11 +155,10 @@ class ShardsOfValues:
             if not isinstance(x, jec.Literal):
                 known[x] = self.part(v, x.aval.shape)
         for eqn in program.eqns:
-            read = [known[v] for v in eqn.invars if not isinstance(v, jec.Literal)]
-            of = {v.aval.shape: known[v] for v in eqn.invars if not isinstance(v, jec.Literal)}
+            read = {v.aval.shape: known[v] for v in eqn.invars if not isinstance(v, jec.Literal)}
             for v in eqn.outvars:
-                if v not in known:  # an operation that JAX or a rule adds, such as a cast
-                    known[v] = of.get(v.aval.shape, _whole(v)) if read else _whole(v)
+                if v not in known:  # of an operation that a rule adds, such as a cast
+                    known[v] = read.get(v.aval.shape, _whole(v))
         shards = Shards(
             tuple(known[v] for v in program.invars),
             tuple(tuple(known[v] for v in e.outvars) for e in program.eqns),
