@@ -162,7 +162,7 @@ class ShardsOfValues:
         shards = Shards(
             tuple(known[v] for v in program.invars),
             tuple(tuple(known[v] for v in e.outvars) for e in program.eqns),
-            {},
+            self._bodies(program, known),
             self.axes,
         )
         gathered = {
@@ -170,6 +170,26 @@ class ShardsOfValues:
             for i, parts in self._gathered(program, known).items()
         }
         return Partition(shards, gathered)
+
+    def _bodies(self, program: Program, known: Mapping[Any, ValueShard]) -> Mapping[int, Shards]:
+        """Return what one device has of the values in the bodies of scans, as Shardy propagates it.
+
+        Args:
+            program: the program of one piece.
+            known: what one device has of its values.
+        """
+        if not any(eqn.primitive.name == "scan" for eqn in program.eqns):
+            return {}
+        names, sizes = zip(*self.axes, strict=True)
+        kinds = (jax.sharding.AxisType.Auto,) * len(names)
+        mesh = jax.sharding.AbstractMesh(sizes, names, axis_types=kinds)
+        structs = []
+        for v in program.invars[len(program.consts) :]:
+            spec = jax.sharding.PartitionSpec(*(axes or None for axes in known[v].axes))
+            sharding = jax.sharding.NamedSharding(mesh, spec)
+            structs.append(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding))
+        found = _sharding.value_shards(program, structs)
+        return _whole_bodies(program) if found is None else found.bodies
 
     def _gathered(self, program: Program, has: Mapping[Any, ValueShard]) -> dict[int, int]:
         """Return the inputs that a device gathers for a product, each with the number of parts.
@@ -193,6 +213,18 @@ class ShardsOfValues:
                 if v in number and axes:
                     found[number[v]] = math.prod(sizes[a] for a in axes)
         return found
+
+
+def _whole_bodies(program: Program) -> dict[int, Shards]:
+    """Return the same for a device that has all of the values."""
+    found = {}
+    for i, eqn in enumerate(program.eqns):
+        if eqn.primitive.name == "scan":
+            body = flat_program(eqn.params["jaxpr"])
+            results = tuple(tuple(map(_whole, e.outvars)) for e in body.eqns)
+            inputs = tuple(map(_whole, body.invars))
+            found[i] = Shards(inputs, results, _whole_bodies(body), ())
+    return found
 
 
 def _whole(var: Any) -> ValueShard:

@@ -49,6 +49,10 @@ def graph(count, axis=0, chip="cpu"):
     return whole, _divided.graph_of(whole, found, target(chip)), division
 
 
+def struct(shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
 def whole_segment(graph):
     return (Segment(0, len(graph.equations), plain=True),)
 
@@ -198,3 +202,23 @@ def test_what_one_device_has_of_a_divided_program():
     assert len(shards.results) == len(split.program.eqns)
     for eqn, outs in zip(split.program.eqns, shards.results, strict=True):
         assert [len(v.aval.shape) for v in eqn.outvars] == [len(x.shape) for x in outs]
+
+
+@pytest.mark.parametrize("batch", [8, 0])
+def test_a_scan_inside_of_a_segment(batch):
+    def loss(w, x):
+        h = jnp.tanh(x @ w)
+        h, _ = jax.lax.scan(lambda c, _: (0.5 * c + jnp.sin(h), None), h, None, length=3)
+        return jnp.sum(h**2)
+
+    def working(batch, mesh=None):
+        args = [struct((16, 4096)), struct((batch, 256, 16))]
+        if mesh is not None:
+            specs = zip(args, (COPIED, SHARDED), strict=True)
+            args = [a.update(sharding=NamedSharding(mesh, s)) for a, s in specs]
+        whole = build.trace(loss, args, target("cpu"))
+        division = Division(0, len(whole.equations), 8, (0, 0), 1)
+        found = _divided.graph_of(whole, divided(whole.program, [division]), target("cpu"))
+        return loop_of(found).working_bytes
+
+    assert working(batch, MESH) == pytest.approx(working(batch // 4), rel=0.02)
