@@ -43,6 +43,12 @@ def build(batch=256, policy=None):
     return loss, ([struct(48, 48)] * 3, struct(batch, 48))
 
 
+recomputing = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="XLA:CPU of jax 0.10 undoes recomputation outside of a loop",
+)
+
+
 # -- budgets ----------------------------------------------------------------------------------
 
 
@@ -388,7 +394,7 @@ def refusing(monkeypatch, refused):
     return seen
 
 
-@pytest.mark.parametrize("budget", ["5MiB", "fit", "min"])
+@pytest.mark.parametrize("budget", [pytest.param("5MiB", marks=recomputing), "fit", "min"])
 def test_a_plan_is_found_though_the_program_without_one_is_refused(monkeypatch, tmp_path, budget):
     expected = remat_kit.plan(loss, *ARGS, budget=budget)
     refusing(monkeypatch, {0})
@@ -433,6 +439,7 @@ def test_free_allows_only_what_costs_nothing(monkeypatch):
         search.run("free")
 
 
+@recomputing
 def test_a_candidate_that_the_compiler_refuses_is_left_out(monkeypatch):
     refusing(monkeypatch, {1})
     found = remat_kit.plan(loss, *ARGS, budget="5MiB")
