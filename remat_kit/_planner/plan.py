@@ -401,9 +401,10 @@ def plan(
         fn, args, chip, argnums, objective, optimizer, offload, tick, "plan", pieces
     )
     if pieces and all(p.graph is None for p in front.points):
+        axis = " of an axis that the mesh does not split" if chip.devices > 1 else ""
         _frames.warn(
-            "`plan(..., pieces=True)`: no segment in pieces needs less memory than recomputing it "
-            "as a whole, so pieces=True has no effect",
+            f"`plan(..., pieces=True)`: no segment in pieces{axis} needs less memory than "
+            "recomputing it as a whole, so pieces=True has no effect",
             "leave pieces out",
         )
     search = Search(fn, args, argnums, chip, front, compiles, tick, optimizer)

@@ -66,6 +66,10 @@ class ValueShard:
         """Return it without its first dimensions."""
         return ValueShard(self.shape[dimensions:], self.axes[dimensions:])
 
+    def on(self, mesh: Any) -> jax.sharding.NamedSharding:
+        """Return the sharding of the whole array over a mesh with these axes."""
+        return _over(mesh, self.axes)
+
 
 def _results(
     fn: Callable[..., Sequence[Any]], structs: Sequence[jax.ShapeDtypeStruct]
@@ -135,8 +139,21 @@ def _mesh_of(lowered: Any, sizes: dict[str, int]) -> Any:
         mesh = getattr(sharding, "mesh", None)
         if mesh is not None and dict(mesh.shape) == sizes:
             return mesh
+    return abstract_mesh(sizes)
+
+
+def abstract_mesh(sizes: Mapping[str, int]) -> jax.sharding.AbstractMesh:
+    """Return a mesh with automatic axes of these names and sizes, without devices.
+
+    >>> abstract_mesh({"data": 4, "model": 2}).shape_tuple
+    (('data', 4), ('model', 2))
+    """
     kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
     return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+
+
+def _over(mesh: Any, axes: Sequence[tuple[str, ...]]) -> jax.sharding.NamedSharding:
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(a or None for a in axes)))
 
 
 def _named(text: str, mesh: Any) -> jax.sharding.NamedSharding | None:
@@ -145,9 +162,7 @@ def _named(text: str, mesh: Any) -> jax.sharding.NamedSharding | None:
     A dimension that is split over a part of an axis counts as whole.
     """
     axes = [tuple(name for name, part in parts if not part) for parts in _axes(text)]
-    if not any(axes):
-        return None
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(a or None for a in axes)))
+    return _over(mesh, axes) if any(axes) else None
 
 
 @dataclasses.dataclass(frozen=True)

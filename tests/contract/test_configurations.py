@@ -1,4 +1,4 @@
-"""Decorated programs do what undecorated ones do, whatever of JAX is configured.
+"""Decorated programs do what undecorated ones do, under each setting of JAX.
 
 Each setting that changes how JAX traces, checks, compiles or runs is set for some programs, and
 what they compute with a policy or a plan is compared with what they compute without, in the same
@@ -54,8 +54,6 @@ SETTINGS: dict[str, Any] = {
 }
 # Those that have found a fault; the others are slow tests.
 FOUND_A_FAULT = ("jax_check_tracer_leaks", "jax_disable_jit", "jax_explain_cache_misses")
-
-KEY = np.array([0, 1], np.uint32)
 
 
 @contextlib.contextmanager

@@ -431,7 +431,7 @@ def test_a_program_that_is_refused_under_every_plan_is_tried_twice(monkeypatch):
     assert len(seen) == 2
 
 
-def test_free_allows_only_what_costs_nothing(monkeypatch):
+def test_the_budget_free_raises_if_all_that_it_allows_is_refused(monkeypatch):
     refusing(monkeypatch, {0})
     search = search_of(loss, ARGS)
     search.allowed = lambda point: point is search.points[search.plain]

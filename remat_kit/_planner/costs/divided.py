@@ -10,6 +10,9 @@ Example: a loss head with logits of 64 MiB, computed from the weights of 16 MiB 
 of 1 MiB. In 16 pieces its forward pass needs 4 MiB at a time, the logits of one piece. Its
 derivative needs these, their cotangent, and the gradient of the weights of one piece, together 24
 MiB.
+
+If the program is partitioned over several devices, all costs are those of one device. The values of
+a piece are split as those of the whole segment are; the axis that is cut into pieces is not split.
 """
 
 from __future__ import annotations
@@ -180,14 +183,11 @@ class ShardsOfValues:
         """
         if not any(eqn.primitive.name == "scan" for eqn in program.eqns):
             return {}
-        names, sizes = zip(*self.axes, strict=True)
-        kinds = (jax.sharding.AxisType.Auto,) * len(names)
-        mesh = jax.sharding.AbstractMesh(sizes, names, axis_types=kinds)
-        structs = []
-        for v in program.invars[len(program.consts) :]:
-            spec = jax.sharding.PartitionSpec(*(axes or None for axes in known[v].axes))
-            sharding = jax.sharding.NamedSharding(mesh, spec)
-            structs.append(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding))
+        mesh = _sharding.abstract_mesh(dict(self.axes))
+        structs = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=known[v].on(mesh))
+            for v in program.invars[len(program.consts) :]
+        ]
         found = _sharding.value_shards(program, structs)
         return _whole_bodies(program) if found is None else found.bodies
 
@@ -216,7 +216,7 @@ class ShardsOfValues:
 
 
 def _whole_bodies(program: Program) -> dict[int, Shards]:
-    """Return the same for a device that has all of the values."""
+    """Return what a device has of the values in the bodies of scans, if it has all of them."""
     found = {}
     for i, eqn in enumerate(program.eqns):
         if eqn.primitive.name == "scan":

@@ -165,14 +165,10 @@ def may_be_of_a_loss(args: Sequence[Any]) -> bool:
     (True, False)
     """
     try:
-        structs = abstract(args)
-    except UserError:
-        return True
-    try:
-        _check_inputs(structs, 0, "")
+        _check_inputs(abstract(args), 0, "")
     except NotDifferentiableError:
         return False
-    except UserError:
+    except UserError:  # some argument is not an array, or there is none
         return True
     return True
 

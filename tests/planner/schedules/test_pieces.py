@@ -261,9 +261,9 @@ def test_a_segment_does_not_begin_with_scores_in_half_precision():
 # -- programs over several devices ----------------------------------------------------------------
 
 
-def sharded(kind, *specs):
-    """Losses of a language model without blocks, and arguments that a mesh of eight splits."""
-    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+def sharded(*specs):
+    """A language model without blocks, and arguments that are split over eight devices."""
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
     def loss(table, tokens):
         logits = jax.nn.log_softmax(jnp.tanh(table[tokens]) @ table.T)
@@ -276,7 +276,7 @@ def sharded(kind, *specs):
 
 @pytest.mark.parametrize("table", [PartitionSpec(), PartitionSpec("data")], ids=str)
 def test_a_partitioned_program_is_divided_along_an_axis_that_every_device_has(table):
-    fn, args = sharded(AxisType.Auto, table, PartitionSpec("data"))
+    fn, args = sharded(table, PartitionSpec("data"))
     front = frontier(fn, *args, target="cpu:8", pieces=True)
     whole = next(p for p in (*front.points, *front.undivided) if p.graph is None)
     least = front.points[0]
@@ -290,21 +290,22 @@ def test_a_partitioned_program_is_divided_along_an_axis_that_every_device_has(ta
 
 
 def test_an_axis_that_the_mesh_splits_is_not_divided():
-    fn, args = sharded(AxisType.Auto, PartitionSpec(), PartitionSpec("data", "model"))
+    fn, args = sharded(PartitionSpec(), PartitionSpec("data", "model"))
     front = frontier(fn, *args, target="cpu:8", pieces=True)
     assert all(p.graph is None for p in front.points)
+    with pytest.warns(remat_kit.RematKitWarning, match="axis that the mesh does not split"):
+        plan(fn, *args, target="cpu:8", budget="fit", pieces=True, compiles=1)
 
 
 def test_a_mesh_with_explicit_axes_is_refused():
-    _, args = sharded(AxisType.Explicit, PartitionSpec(), PartitionSpec("data"))
-    mesh = args[0].sharding.mesh
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
 
     def loss(w, x):
         return jnp.mean(jnp.tanh(x @ w) ** 2)
 
-    w = jax.ShapeDtypeStruct((16, 4096), "float32")
-    x = jax.ShapeDtypeStruct((1024, 16), "float32")
-    args = [a.update(sharding=s.sharding) for a, s in zip((w, x), args, strict=True)]
+    w = jax.ShapeDtypeStruct((16, 4096), "float32", sharding=NamedSharding(mesh, PartitionSpec()))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    args = w, jax.ShapeDtypeStruct((1024, 16), "float32", sharding=split)
     with jax.sharding.use_abstract_mesh(mesh):
         assert frontier(loss, *args, target="cpu:8").points
         with pytest.raises(UserError, match="automatic axes only"):
