@@ -67,7 +67,7 @@ COMPILES = 2  # for each plan, and up to three more if nothing fits
 _SIZE = {"size": "8b", "layers": 16, "width": 2048, "hidden": 8192, "dtype": "bf16", "scan": True}
 LLAMA = Case("Llama, 1.5 billion parameters, bfloat16", "llama_nnx", _SIZE)
 SMOKE_LLAMA = Case("Llama, tiny", "llama_nnx", {"size": "tiny", "scan": True})
-SHORTEST = {"llama": 4096, "smoke": 64}
+SHORTEST = {"llama": 1024, "smoke": 64}
 WAYS = ("blocks", "regions", "pieces")
 FINER = 3  # bisections after the last length that was doubled
 

@@ -82,6 +82,20 @@ COPIES_CONVOLUTION_INPUTS = Fact(
     {"cpu": RELEASES},
 )
 
+KEEPS_RANDOM_WORDS = Fact(
+    "keeps_random_words",
+    "A mask of dropout is computed again in the derivative from the two words that Threefry "
+    "returns for each element, so eight bytes of an element stay live in place of one.",
+    {"cpu": RELEASES},
+)
+
+DRAWS_MASKS_AGAIN = Fact(
+    "draws_masks_again",
+    "Random bits are drawn again from their key in each fusion that reads them or a mask made of "
+    "them, so neither takes memory.",
+    {"tpu": RELEASES},
+)
+
 # -- when memory is reserved and arrays are computed ----------------------------------------------
 
 REUSES_RESULTS = Fact(

@@ -9,10 +9,12 @@ forward pass whether it is written. `tests/backend/test_fusion.py` and
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from remat_kit._program import ops as _ops
@@ -64,6 +66,14 @@ class FusionFlow:
         return {t for tensors in self.needs for t in tensors}
 
 
+class Randomness(enum.Enum):
+    """What a compiler keeps of the random bits from which a mask, as of dropout, is computed."""
+
+    WORDS = "the two words that Threefry returns for each element"
+    MASK = "the array that the derivative reads"
+    KEY = "nothing but the key"
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Which arrays a compiler writes to memory.
@@ -71,15 +81,24 @@ class Layout:
     Attributes:
         written: for each array, whether the forward pass writes it to memory.
         halved: the arrays that are stored in half precision.
+        doubled: the arrays of random bits that are stored as two words for each element.
         flowing: for each array, whether the backward pass writes its cotangent to memory.
     """
 
     written: list[bool]
     halved: set[int]
+    doubled: set[int]
     flowing: list[bool]
 
 
-def layout(flow: FusionFlow, *, writes_shared: bool, into_products: bool, rounds: bool) -> Layout:
+def layout(
+    flow: FusionFlow,
+    *,
+    writes_shared: bool,
+    into_products: bool,
+    rounds: bool,
+    keeps: Randomness = Randomness.MASK,
+) -> Layout:
     """Predict which arrays of a program a compiler writes to memory.
 
     Args:
@@ -88,8 +107,11 @@ def layout(flow: FusionFlow, *, writes_shared: bool, into_products: bool, rounds
         into_products: whether it computes elementwise operations inside of the products that read
             their results.
         rounds: whether products round float32 operands to half precision.
+        keeps: what the compiler keeps of the random bits of a mask.
     """
-    fusible = [is_fusible(e) for e in flow.eqns]
+    bits = {makes[0] for e, makes in zip(flow.eqns, flow.makes, strict=True) if _is_threefry(e)}
+    words = keeps is Randomness.WORDS
+    fusible = [is_fusible(e) or (_is_threefry(e) and not words) for e in flow.eqns]
     # `merging` marks the operations that the compiler fuses others into.
     merging = [
         f or (into_products and e.primitive.name == "dot_general")
@@ -101,6 +123,9 @@ def layout(flow: FusionFlow, *, writes_shared: bool, into_products: bool, rounds
         if writes_shared or not merging[i]
         for t in tensors
     }
+    if bits:
+        masks = _random(flow, bits)
+        writing = writing | flow.needed & masks if keeps is Randomness.MASK else writing - masks
     written = [
         producer >= 0
         and (
@@ -119,7 +144,37 @@ def layout(flow: FusionFlow, *, writes_shared: bool, into_products: bool, rounds
         for t in flow.active:
             if flowing[t] and t not in made and merging[flow.producers[t]]:
                 flowing[t] = False
-    return Layout(written, halved, flowing)
+    return Layout(written, halved, bits if words else set(), flowing)
+
+
+def _is_threefry(eqn: Any) -> bool:
+    """Tell whether an equation draws 32 random bits for each element from a Threefry key.
+
+    Threefry returns two words for each counter, and `jax.random` combines them to one. Without
+    ``jax_threefry_partitionable`` each of them is an element of its own.
+    """
+    return (
+        eqn.primitive.name == "random_bits"
+        and str(eqn.invars[0].aval.dtype) == "key<fry>"
+        and eqn.params["bit_width"] == 32
+        and jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+    )
+
+
+def _random(flow: FusionFlow, bits: set[int]) -> set[int]:
+    """Return the arrays that are computed elementwise from random bits and constants alone.
+
+    XLA computes an operation with a single operand of its size in each fusion that reads it,
+    whatever the operand takes (``EffectivelyAtMostUnary`` in its ``instruction_fusion.cc``).
+    """
+    found = set(bits)
+    for t, producer in enumerate(flow.producers):
+        if producer >= 0 and is_fusible(flow.eqns[producer]):
+            size = flow.avals[t].size
+            whole = [r for r in flow.reads[producer] if flow.avals[r].size == size]
+            if len(whole) == 1 and whole[0] in found:
+                found.add(t)
+    return found - bits
 
 
 def _rounded(flow: FusionFlow) -> set[int]:

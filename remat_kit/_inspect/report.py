@@ -239,11 +239,11 @@ def _notes(
             f"it is unknown how the devices split {names}: the traced FLOPs and bytes of these "
             "operations, saved, recomputed or in the loss, are those of all devices together"
         )
-    if any(gradient.estimated for gradient in gradients):
+    estimated = {name for gradient in gradients for name in gradient.estimated}
+    if kinds := [text for name, text in _ESTIMATED.items() if name in estimated]:
         notes.append(
-            "the traced FLOPs of the convolutions that the devices split are estimates, because "
-            "the partitioner may split them in another way; the roofline's are those of the "
-            "compiled program"
+            f"the traced FLOPs of {' and '.join(kinds)} are estimates, because the partitioner may "
+            "split them in another way; the roofline's are those of the compiled program"
         )
     if step is not None:
         notes.append("a training step, with " + "; ".join(str(StepLoss.of(x)) for x in step.losses))
@@ -259,6 +259,10 @@ def _notes(
     return notes
 
 
+_ESTIMATED = {
+    "conv_general_dilated": "convolutions that the devices split",
+    "dot_general": "products whose operands and result are split in contradicting ways",
+}
 _VOID = ("offload-dropped", "cse-undone")  # a compiled program shows that the policy had no effect
 
 

@@ -368,6 +368,60 @@ def split_product(
     return SplitProduct((gathers[0], gathers[1]), tuple(added))
 
 
+def is_contradictory(numbers: Any, left: ValueShard, right: ValueShard, out: ValueShard) -> bool:
+    """Tell whether the operands and the result of a product are split in contradicting ways.
+
+    A mesh axis splits one dimension of a product: one of its batch, one that an operand and the
+    result have, or a contracted one. The partitioner decides which one, and what is gathered or
+    exchanged, in two cases: the operands are split over the axis in different dimensions, and the
+    result is not split over it; or the result is split in a dimension of one operand, and only the
+    other operand is split, in a dimension that the result has too.
+
+    >>> x, w = ValueShard((2, 8), (("data",), ())), ValueShard((8, 2), ((), ("data",)))
+    >>> numbers = (((1,), (0,)), ((), ()))
+    >>> is_contradictory(numbers, x, w, ValueShard((2, 8), (("data",), ())))
+    False
+    >>> is_contradictory(numbers, x, w, ValueShard((8, 8), ((), ())))
+    True
+
+    Args:
+        numbers: the ``dimension_numbers`` of the ``dot_general``.
+        left, right, out: the operands and the result.
+    """
+    names = _dimensions(numbers, len(left.axes), len(right.axes))
+    wanted: list[dict[str, str]] = [
+        {axis: name for axes, name in zip(array.axes, own, strict=True) for axis in axes}
+        for array, own in zip((left, right, out), names, strict=True)
+    ]
+    for axis in {axis for found in wanted[:2] for axis in found}:
+        *operands, result = (found.get(axis) for found in wanted)
+        split = [name for name in operands if name is not None]
+        if result is None:
+            contradicts = len({*split}) == 2
+        else:
+            contradicts = result not in split and any(name in names[2] for name in split)
+        if contradicts:
+            return True
+    return False
+
+
+def _dimensions(numbers: Any, left: int, right: int) -> tuple[list[str], list[str], list[str]]:
+    """Name the dimensions of a product's operands and result; equal ones have equal names.
+
+    >>> _dimensions((((2,), (1,)), ((0,), (0,))), 3, 3)
+    (['b0', 'l1', 'c0'], ['b0', 'c0', 'r2'], ['b0', 'l1', 'r2'])
+    """
+    contracted, batch = numbers
+    operands = []
+    for side, count, inner, outer in zip("lr", (left, right), contracted, batch, strict=True):
+        named = {d: f"c{i}" for i, d in enumerate(inner)} | {
+            d: f"b{i}" for i, d in enumerate(outer)
+        }
+        operands.append([named.get(d, f"{side}{d}") for d in range(count)])
+    free = [name for own in operands for name in own if name[0] in "lr"]
+    return operands[0], operands[1], [*(f"b{i}" for i in range(len(batch[0]))), *free]
+
+
 def work_share(
     eqn: Any,
     shard: Callable[[Any], ValueShard | None],

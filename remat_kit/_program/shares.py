@@ -49,11 +49,13 @@ class Share:
     Attributes:
         work: the part of its floating-point operations.
         operands, results: their shapes on one device.
+        estimated: whether XLA's partitioner may split the operation in another way.
     """
 
     work: float
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
+    estimated: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +197,13 @@ def _share(
         whole = ((id(v), tuple(getattr(v.aval, "shape", ()))) for v in atoms)
         return tuple(known[key].shape if key in known else shape for key, shape in whole)
 
-    return Share(work, shapes(eqn.invars), shapes(eqn.outvars))
+    estimated = eqn.primitive.name == "conv_general_dilated" and work < 1
+    if eqn.primitive.name == "dot_general":
+        left, right, out = (known.get(id(v)) for v in (*eqn.invars, *eqn.outvars))
+        if left is not None and right is not None and out is not None:
+            numbers = eqn.params["dimension_numbers"]
+            estimated = _sharding.is_contradictory(numbers, left, right, out)
+    return Share(work, shapes(eqn.invars), shapes(eqn.outvars), estimated)
 
 
 _KINDS = {

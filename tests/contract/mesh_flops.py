@@ -167,18 +167,23 @@ def compiled_flops(fn, args):
 
 
 def traced_flops(fn, args):
-    """Return those of the traced gradient, and the primitives of which nothing is known."""
+    """Return those of the traced gradient, and that gradient."""
     _, parts = gradients_of(fn, args, call="inspect")
     gradient = parts[0].gradient
     products = ("dot_general", "conv_general_dilated")
-    return sum(op.flops for op in gradient.ops() if op.primitive in products), gradient.unplaced
+    return sum(op.flops for op in gradient.ops() if op.primitive in products), gradient
 
 
 def found(name, sharding, policy):
     fn, args = PROGRAMS[name], arguments(sharding)
     fn = fn if policy is None else remat_kit.policy(policy)(fn)
-    ours, unplaced = traced_flops(fn, args)
-    return {"compiled": compiled_flops(fn, args), "traced": ours, "unplaced": unplaced}
+    ours, gradient = traced_flops(fn, args)
+    return {
+        "compiled": compiled_flops(fn, args),
+        "traced": ours,
+        "unplaced": gradient.unplaced,
+        "estimated": gradient.estimated,
+    }
 
 
 if __name__ == "__main__":

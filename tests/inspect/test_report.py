@@ -120,8 +120,8 @@ def test_rich_is_imported_when_it_is_needed():
 # -- on several devices -----------------------------------------------------------------------
 
 
-def test_the_flops_of_convolutions_that_devices_split_are_said_to_be_estimates():
-    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+def test_the_flops_of_what_devices_may_split_in_another_way_are_said_to_be_estimates():
+    mesh = AbstractMesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
     def convolved(w, x):
         dimensions = ("NHWC", "HWIO", "NHWC")
@@ -137,3 +137,11 @@ def test_the_flops_of_convolutions_that_devices_split_are_said_to_be_estimates()
     assert len(notes(convolved, (8, 16, 16, 4), ("data",), kernel)) == 1
     assert not notes(convolved, (8, 16, 16, 4), (), kernel)
     assert not notes(lambda w, x: jnp.sum(x @ w), (8, 16), ("data",), (16, 4))
+
+    def exchanged(w, x):  # the second product reads columns over "model", and returns none
+        parts = (NamedSharding(mesh, PartitionSpec(*p)) for p in (("data", "model"), ("data",)))
+        h = jax.lax.with_sharding_constraint(x @ w[0], next(parts))
+        return jnp.mean(jax.lax.with_sharding_constraint(jnp.sin(h) @ w[1], next(parts)) ** 2)
+
+    (note,) = notes(exchanged, (8, 16), (("data", "model"),), (2, 16, 16))
+    assert "products" in note

@@ -168,6 +168,39 @@ def copies_convolution_inputs(platform):
     return Answer(bool(copies), f"{len(copies)} transposed copies")
 
 
+def mask_bytes(platform):
+    """Return the bytes that a mask of dropout takes for each of its elements.
+
+    The same program is compiled with masks that are drawn from a key and with given ones.
+    """
+    layers, n = 8, 4096
+
+    def drawn(ws, x, key):
+        keys = jax.random.split(key, layers)
+        return given(ws, x, [jax.random.bernoulli(k, 0.9, (n, n)) for k in keys])
+
+    def given(ws, x, masks):
+        for w, mask in zip(ws, masks, strict=True):
+            x = jnp.where(mask, jnp.sin(x @ w), 0.0)
+        return jnp.sum(x * x)
+
+    ws, x = [struct(n, n)] * layers, struct(n, n)
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    masks = [jax.ShapeDtypeStruct((n, n), bool)] * layers
+    least = temporaries(jax.grad(given), ws, x, masks, platform=platform)
+    return (temporaries(jax.grad(drawn), ws, x, key, platform=platform) - least) / (layers * n * n)
+
+
+def keeps_random_words(platform):
+    found = mask_bytes(platform)
+    return Answer(found > 6, f"{found:.2g} bytes for each element of a mask")
+
+
+def draws_masks_again(platform):
+    found = mask_bytes(platform)
+    return Answer(found < 0.5, f"{found:.2g} bytes for each element of a mask")
+
+
 # -- when memory is reserved and arrays are computed ----------------------------------------------
 
 

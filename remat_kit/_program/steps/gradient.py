@@ -325,9 +325,10 @@ class Gradient:
         loss: the jaxpr of the loss.
         unplaced: of a partitioned program, the primitives of operations of which it is unknown
             what one device does. Their FLOPs and bytes are those of all devices together.
-        estimated: whether the program has convolutions that the devices split. XLA's partitioner
-            may split them in another way than Shardy's propagation says, so their FLOPs on one
-            device are estimates.
+        estimated: of a partitioned program, the primitives of operations that XLA's partitioner may
+            split in another way than Shardy's propagation says, so that their FLOPs on one device
+            are estimates: convolutions, and products whose operands and result contradict each
+            other.
     """
 
     flow: Flow
@@ -342,7 +343,7 @@ class Gradient:
     shards: Mapping[Op, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     loss: Any = dataclasses.field(default=None, repr=False)
     unplaced: tuple[str, ...] = ()
-    estimated: bool = False
+    estimated: tuple[str, ...] = ()
 
     def nbytes(self, residual: Op, aval: Any) -> int:
         """Return the bytes of a residual, on each device if it is split over several."""
@@ -476,9 +477,8 @@ def _on_one_device(
         gradient,
         shards=dict(zip(residuals, shares.results, strict=False)),
         unplaced=_not_mapped(op for op in every if op.share is None),
-        estimated=any(
-            op.primitive == "conv_general_dilated" and op.share and op.share.work < 1
-            for op in every
+        estimated=tuple(
+            dict.fromkeys(op.primitive for op in every if op.share and op.share.estimated)
         ),
     )
 
