@@ -10,10 +10,12 @@ Then it compiles the plan with pieces for the memory of the least plan without.
     python benchmarks/pieces.py --target h100 --models gpt12 vgg16
     python benchmarks/pieces.py --merge OTHER.json --json benchmarks/results/pieces_h100.json
     python benchmarks/pieces.py --longest --target h100 --json longest.json
+    python benchmarks/pieces.py --longest 1.1b --target tpu-v5e --json longest.json
 
-With ``--longest`` it looks for the longest sequence of a Llama of 1.5 billion parameters whose
-gradient fits on the chip: with each block recomputed, with a plan without pieces, and with one with
-pieces. It doubles the length until it does not fit, and then bisects.
+With ``--longest`` it looks for the longest sequence of a Llama of 1.5 billion parameters, or of one
+with the sizes of TinyLlama (1.1 billion), whose gradient fits on the chip: with each block
+recomputed, with a plan without pieces, and with one with pieces. It doubles the length until it
+does not fit, and then bisects.
 
 A run that was cut off begins again where it stopped: a model in the file that was taken with the
 same planner and compilers is kept, and compiled programs come from the cache. ``--fresh`` takes all
@@ -64,8 +66,16 @@ LEAST = "least"  # the budget that is the least memory without pieces
 BUDGETS = ("min", *map(str, SHARES), LEAST)
 COMPILES = 2  # for each plan, and up to three more if nothing fits
 
-_SIZE = {"size": "8b", "layers": 16, "width": 2048, "hidden": 8192, "dtype": "bf16", "scan": True}
-LLAMA = Case("Llama, 1.5 billion parameters, bfloat16", "llama_nnx", _SIZE)
+_SCANNED = {"size": "8b", "width": 2048, "dtype": "bf16", "scan": True}
+_TINY = {"layers": 22, "hidden": 5632, "heads": 32, "kv_heads": 4, "vocab": 32000}
+LLAMAS = {
+    "1.5b": Case(
+        "Llama, 1.5 billion parameters, bfloat16",
+        "llama_nnx",
+        {**_SCANNED, "layers": 16, "hidden": 8192},
+    ),
+    "1.1b": Case("TinyLlama, 1.1 billion parameters, bfloat16", "llama_nnx", _SCANNED | _TINY),
+}
 SMOKE_LLAMA = Case("Llama, tiny", "llama_nnx", {"size": "tiny", "scan": True})
 SHORTEST = {"llama": 1024, "smoke": 64}
 WAYS = ("blocks", "regions", "pieces")
@@ -199,7 +209,7 @@ def longest_rows(
     options: Any, given: Sequence[str], old: Mapping[str, Row], tick: Callable[[str], None]
 ) -> dict[str, Any]:
     """Look for the longest sequence of each way, and write the report after each trial."""
-    case = SMOKE_LLAMA if options.smoke else LLAMA
+    case = SMOKE_LLAMA if options.smoke else LLAMAS[options.longest]
     shortest = SHORTEST["smoke" if options.smoke else "llama"]
     wanted = current(case.name, options.memory or options.target)
     rows = {row["way"]: row for row in old.values() if wanted.items() <= row.items()}
@@ -338,7 +348,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--fresh", action="store_true", help="keep no model of the file")
     parser.add_argument("--merge", nargs="+", type=pathlib.Path, default=[], metavar="PATH")
-    parser.add_argument("--longest", action="store_true", help="of a Llama, on the chip")
+    parser.add_argument(
+        "--longest",
+        nargs="?",
+        const="1.5b",
+        choices=list(LLAMAS),
+        help="of a Llama, on the chip; of 1.5 billion parameters by default",
+    )
     parser.add_argument("--memory", metavar="CHIP", help="for --longest: a chip as h100@40GiB")
     options = parser.parse_args(given)
     if options.longest:

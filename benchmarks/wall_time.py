@@ -9,6 +9,10 @@ the roofline leaves out: the kernel's part of the processors' time is shown apar
     python benchmarks/wall_time.py --json benchmarks/results/wall_time.json
     python benchmarks/wall_time.py --model mlp --budget 0.3 --pairs 20
 
+With ``--pieces`` the plans may run segments in pieces, and the models are ones in which that helps:
+
+    python benchmarks/wall_time.py --pieces --json benchmarks/results/wall_time_pieces.json
+
 Exit status: 0 when done, 2 for a wrong call.
 """
 
@@ -37,6 +41,11 @@ CASES = {
         "GPT, 12 layers, 2 × 256", "gpt", {"size": "small", "batch": 2, "seq": 256, "vocab": 8192}
     ),
 }
+IN_PIECES = {
+    "gpt12": Case("GPT, 12 layers, 1 × 1024", "gpt", {"size": "small", "batch": 1}),
+    "vgg16": Case("VGG-16, 8 images", "vgg", {"batch": 8}),
+    "vit": Case("ViT-B/16, 8 images", "vit", {"batch": 8}),
+}
 SMOKE = {
     "mlp": Case("residual MLP, 2 blocks", "residual_mlp", {"batch": 2048, "width": 8, "layers": 2})
 }
@@ -45,8 +54,10 @@ BUDGETS = ("0.6", "0.4", "min")
 Row = dict[str, Any]
 
 
-def rows(cases: Sequence[Case], budgets: Sequence[str], pairs: int) -> Iterator[Row]:
-    """Plan each model for each budget and time it."""
+def rows(
+    cases: Sequence[Case], budgets: Sequence[str], pairs: int, pieces: bool = False
+) -> Iterator[Row]:
+    """Plan each model for each budget, in pieces or not, and time it."""
     for case in cases:
         fn, args = case.loss("none")
         values = _equivalence.seeded(args, 0)
@@ -54,7 +65,7 @@ def rows(cases: Sequence[Case], budgets: Sequence[str], pairs: int) -> Iterator[
         once(plain, values)
         for budget in budgets:
             try:
-                plan = remat_kit.plan(fn, *args, budget=budget)
+                plan = remat_kit.plan(fn, *args, budget=budget, pieces=pieces)
             except remat_kit.UserError as error:  # nothing fits
                 yield {"model": case.name, "budget": budget, "error": error.message}
                 continue
@@ -149,15 +160,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     parser = _common.parser(__doc__)
-    parser.add_argument("--model", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
+    known = list(dict.fromkeys((*CASES, *IN_PIECES)))
+    parser.add_argument("--model", nargs="+", choices=known, metavar="NAME", help="default: all")
+    parser.add_argument("--pieces", action="store_true", help="plans may run segments in pieces")
     parser.add_argument("--budget", nargs="+", default=list(BUDGETS), help="as for remat-kit plan")
     parser.add_argument("--pairs", type=int, default=9, help="how often both are run; 9 by default")
     options = parser.parse_args(given)
-    cases = list(SMOKE.values()) if options.smoke else [CASES[name] for name in options.model]
+    chosen = IN_PIECES if options.pieces else CASES
+    cases = list(SMOKE.values()) if options.smoke else list(chosen.values())
+    if options.model and not options.smoke:
+        if missing := [name for name in options.model if name not in chosen]:
+            parser.error(f"choose from {', '.join(chosen)}, not {', '.join(missing)}")
+        cases = [chosen[name] for name in options.model]
     versions = {name: __import__(name).__version__ for name in ("jax", "jaxlib")}
     report = _common.described(__file__, given, [versions])
     report |= {"pairs": options.pairs, "cores": os.cpu_count()}
-    report["rows"] = list(rows(cases, options.budget, options.pairs))
+    report["rows"] = list(rows(cases, options.budget, options.pairs, options.pieces))
     table = rendered(report)
     if options.json is not None:
         _common.write(options.json, report, table)
