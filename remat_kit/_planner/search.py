@@ -541,8 +541,12 @@ class Search:
                 return None
             best = min(new, key=self.smallest)
             least = min(self.measured(p) or _NEVER for p in self.known)
-            small = self.predicted(best) < least or len(self.known) < 3
-            return best if small else None
+            if self.predicted(best) < least or len(self.known) < 3:
+                return best
+            # The errors of programs with pieces differ, so one that needs less work may be leaner.
+            leaner = [p for p in new if points[p].predicted_peak_bytes < least]
+            promising = [p for p in leaner if points[p].graph is not None]
+            return min(promising, key=lambda p: points[p].extra_work, default=None)
         if budget == "free":
             allowed = self.free()
             return min(allowed, key=self.smallest)

@@ -162,9 +162,10 @@ def test_a_planned_step_fits():
 
 @pytest.mark.slow  # a time on the clock
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA:CPU undoes recompute outside loops")
-def test_planned_steps_are_timed_beside_the_prediction(tmp_path, capsys):
+@pytest.mark.parametrize("ways", [[], ["--pieces"]])
+def test_planned_steps_are_timed_beside_the_prediction(tmp_path, capsys, ways):
     path = tmp_path / "times.json"
-    argv = ["--smoke", "--pairs", "3", "--budget", "min", "1e-3", "--json", str(path)]
+    argv = ["--smoke", *ways, "--pairs", "3", "--budget", "min", "1e-3", "--json", str(path)]
     assert wall_time.main(argv) == 0
     least, impossible = json.loads(path.read_text())["rows"]
     assert len(least["ratios"]) == 3
@@ -174,4 +175,4 @@ def test_planned_steps_are_timed_beside_the_prediction(tmp_path, capsys):
     assert "least memory that was reached" in impossible["error"]
     out = capsys.readouterr().out
     assert path.with_suffix(".md").read_text() == out
-    assert "python benchmarks/wall_time.py --smoke --pairs 3 --budget min 1e-3" in out
+    assert f"python benchmarks/wall_time.py {' '.join(argv[:-2])}" in out
