@@ -80,17 +80,20 @@ def _parameters(eqn: Any) -> Any:
     for name, value in eqn.params.items():
         if name == "jvp_jaxpr_fun":
             out.append((name, _rule_key(eqn)))
-        elif _jax.is_jaxpr(value):
-            out.append((name, structure_of(getattr(value, "jaxpr", value)), _consts(value)))
-        elif isinstance(value, (tuple, list)) and any(map(_jax.is_jaxpr, value)):
-            inner = ((structure_of(getattr(v, "jaxpr", v)), _consts(v)) for v in value)
-            out.append((name, tuple(inner)))
         else:
-            out.append((name, _exact(value) if _hashable(value) else _Itself(value)))
+            out.append((name, _parameter(value)))
     checkpoint_name = checkpoint_name_of(eqn)
     if isinstance(checkpoint_name, KeptName):  # its label takes no part in ==
         out.append(("label", checkpoint_name.label))
     return tuple(out)
+
+
+def _parameter(value: Any) -> Any:
+    if _jax.is_jaxpr(value):
+        return structure_of(getattr(value, "jaxpr", value)), _consts(value)
+    if isinstance(value, (tuple, list)) and any(map(_jax.is_jaxpr, value)):
+        return tuple(map(_parameter, value))  # other values may be among them
+    return _exact(value) if _hashable(value) else _Itself(value)
 
 
 def _rule_key(eqn: Any) -> Any:

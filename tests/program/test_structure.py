@@ -3,11 +3,15 @@
 import functools
 
 import jax
+import jax.extend.core
+import jax.interpreters.ad
+import jax.interpreters.mlir
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import remat_kit
+from remat_kit._program.structure import equation_key
 
 X = jax.random.normal(jax.random.key(0), (3, 4))
 W = jax.random.normal(jax.random.key(1), (4, 4))
@@ -82,3 +86,48 @@ def test_rules_that_are_made_in_a_loop_are_told_apart(policy):
 
     layers = [scaled(s) for s in (1.0, 10.0, 100.0)]
     same(jax.grad(remat_kit.policy(policy, at="layer_*")(net))(X), jax.grad(net)(X))
+
+
+# Equinox keeps jaxprs and other values in one tuple of a primitive's parameters.
+apply_p = jax.extend.core.Primitive("apply")
+
+
+@apply_p.def_impl
+def _(x, *, parts):
+    closed, _, times = parts
+    for _ in range(times):
+        (x,) = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, x)
+    return x
+
+
+@apply_p.def_abstract_eval
+def _(x, *, parts):
+    del parts
+    return jax.core.ShapedArray(x.shape, x.dtype)
+
+
+def _applied_jvp(primals, tangents, *, parts):
+    return jax.jvp(functools.partial(apply_p.impl, parts=parts), primals, tangents)
+
+
+jax.interpreters.ad.primitive_jvps[apply_p] = _applied_jvp
+jax.interpreters.mlir.register_lowering(
+    apply_p, jax.interpreters.mlir.lower_fun(apply_p.impl, multiple_results=False)
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_parameter_that_holds_jaxprs_among_other_values(policy):
+    def net(x):
+        for fn, times in ((jnp.sin, 1), (jnp.cos, 1), (jnp.sin, 2)):
+            x = apply_p.bind(x, parts=(jax.make_jaxpr(fn)(x), object(), times))
+        return x.sum()
+
+    lean = remat_kit.policy(policy)(net)
+    for run in (jax.value_and_grad, lambda fn: jax.jit(jax.value_and_grad(fn))):
+        same(run(lean)(X), run(net)(X))
+    found = [
+        equation_key(jax.make_jaxpr(lambda x, p=p: apply_p.bind(x, parts=p))(X).eqns[0])
+        for p in [(jax.make_jaxpr(fn)(X), "", n) for fn, n in ((jnp.sin, 1), (jnp.cos, 1))]
+    ]
+    assert found[0] != found[1]
