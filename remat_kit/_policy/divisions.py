@@ -50,6 +50,13 @@ class Division:
     axis: int
     loop: tuple[int, ...] = ()
 
+    def holds(self, other: Division) -> bool:
+        """Tell whether another segment is in the body of a scan that lies in this one."""
+        depth = len(self.loop)
+        if len(other.loop) <= depth or other.loop[:depth] != self.loop:
+            return False
+        return self.start <= other.loop[depth] < self.stop
+
     def shifted(self, by: int) -> Division:
         """Return the same division, that many equations later."""
         if self.loop:
@@ -183,9 +190,7 @@ def read(texts: Sequence[str], program: Program, *, call: str) -> tuple[Division
             raise unfit(f"`{call}`: {text_of(d)}: another segment in pieces overlaps it")
         last[d.loop] = d.stop
     for d in found:
-        depth = len(d.loop)
-        within = (o for o in found if len(o.loop) > depth and o.loop[:depth] == d.loop)
-        if any(d.start <= o.loop[depth] < d.stop for o in within):
+        if any(d.holds(o) for o in found):
             raise unfit(f"`{call}`: {text_of(d)}: another segment in pieces lies inside of it")
     return tuple(found)
 

@@ -264,7 +264,8 @@ def variants(graph: CostGraph, chip: LinkedChip, most: int = 10) -> Iterator[Cos
             search.grow(_ALIKE * largest)
         for share in (2, 1):
             target = share * max(s.largest_working_set() for s in searches)
-            found = tuple(d for s in searches for d in s.divisions(target))
+            every = [d for s in searches for d in s.divisions(target)]
+            found = tuple(d for d in every if not any(o.holds(d) for o in every))
             if found and found not in seen and len(seen) < most:
                 seen.add(found)
                 yield _divided.graph_of(graph, divided(graph.program, found, "frontier"), chip)

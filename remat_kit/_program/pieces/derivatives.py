@@ -25,7 +25,7 @@ def _moving(eqn: Any) -> list[bool]:
 
 
 def _rule_of_jvp(eqn: Any, hows: Sequence[How], n: int) -> Inside | None:
-    """Return the derivative rule of a `custom_jvp` function in pieces."""
+    """Return the derivative rule of a `custom_jvp` function in pieces; None if it has none."""
     moving = _moving(eqn)
     avals = [v.aval for v in eqn.invars]
     changes = [a.to_tangent_aval() for a, m in zip(avals, moving, strict=True) if m]
@@ -34,7 +34,11 @@ def _rule_of_jvp(eqn: Any, hows: Sequence[How], n: int) -> Inside | None:
         ys, dys = jax.jvp(_of_moving(eqn, xs), _those(xs, moving), list(ds))
         return [*ys, *_those(dys, _moving_outputs(eqn))]
 
-    found = inside(jax.make_jaxpr(both)(avals, changes), [*hows, *_those(hows, moving)], n)
+    try:
+        rule = jax.make_jaxpr(both)(avals, changes)
+    except Exception:
+        return None  # JAX raises the error where the function is differentiated
+    found = inside(rule, [*hows, *_those(hows, moving)], n)
     return found if found is not None and found.inputs == (*hows, *_those(hows, moving)) else None
 
 

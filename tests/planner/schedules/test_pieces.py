@@ -73,6 +73,34 @@ def test_variants_divide_the_largest_arrays_first_and_equal_blocks_alike():
         assert all(a.stop <= b.start for a, b in itertools.pairwise(divisions))
 
 
+def scan_between_products(params, x):
+    """One segment from the first product to the loss has the scan inside, and so do its pieces."""
+    scales, wide = params
+
+    def step(carry, scale):
+        z = jnp.sin(carry[:, :, None] * scale[None, None])
+        return carry + jnp.mean(jnp.exp(z) * z, -1), None
+
+    h = jnp.tanh(x @ wide)
+    return jnp.mean(jnp.tanh(jax.lax.scan(step, jnp.exp(h) * h, scales)[0]) ** 2)
+
+
+def test_a_segment_with_a_scan_inside_leaves_the_body_of_the_scan_whole():
+    shapes = (4, 8), (16, 512), (8, 16)
+    scales, wide, x = (jax.random.normal(jax.random.key(0), shape) for shape in shapes)
+    args = (scales * 0.01, wide * 0.1), x
+    front = frontier(scan_between_products, *args, pieces=True)
+    graph = build.trace(scan_between_products, args, target("cpu"))
+    (scan,) = (e.index for e in graph.equations if e.loop)
+    divided = [p for p in front.points if p.graph is not None]
+    assert any(d.start <= scan < d.stop for p in divided for d in p.graph.divided.divisions)
+    gradient = jax.grad(scan_between_products)(*args)
+    for point in divided:
+        found = jax.grad(policy(front.policy(point))(scan_between_products))(*args)
+        difference = jax.tree.map(jnp.subtract, found, gradient)
+        assert norm(difference) < 1e-6 * norm(gradient)
+
+
 @pytest.mark.slow
 def test_the_frontier_goes_on_below_the_least_without_pieces():
     without, with_pieces = found()

@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from piece_programs import check_all_ways, floats, in_pieces, last
 
+import remat_kit
 from remat_kit._program.pieces import Along, In, ways
 
 
@@ -39,6 +41,31 @@ def _scaled_bwd(residuals: Any, ct: Any) -> Any:
 
 
 _scaled.defvjp(_scaled_fwd, _scaled_bwd)
+
+
+@jax.custom_jvp
+def _without_derivative(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+@_without_derivative.defjvp
+def _refusing(primals: Any, tangents: Any) -> Any:
+    raise TypeError("not differentiable")
+
+
+def test_a_function_whose_derivative_cannot_be_traced_stays_whole() -> None:
+    eqn = last(_without_derivative, floats(6, 4))
+    assert not ways(eqn, 6, In(0), Along(0))
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(x @ w) * _without_derivative(jax.lax.stop_gradient(x[:, :4])))
+
+    args = floats(4, 4), floats(6, 4)
+    with pytest.raises(remat_kit.PolicyError, match="custom_jvp_call"):
+        remat_kit.policy(remat_kit.pieces(2))(lambda x: _without_derivative(x * 2) + 1)(args[1])
+    planned = remat_kit.plan(loss, *args, budget="min", pieces=True)
+    found = jax.grad(remat_kit.policy(planned)(loss))(*args)
+    np.testing.assert_allclose(found, jax.grad(loss)(*args), rtol=1e-5)
 
 
 def test_a_derivative_of_its_own_stays() -> None:
