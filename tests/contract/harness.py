@@ -29,7 +29,6 @@ from programs import Program, scale_of
 import remat_kit
 from remat_kit import _jax
 from remat_kit._apply import divide as _divide
-from remat_kit._planner import frontier as _frontier
 from remat_kit._policy import divisions as _divisions
 from remat_kit._policy import schedule as _schedule
 from remat_kit._program import program as _program
@@ -192,8 +191,9 @@ class Application:
 
     Attributes:
         policy: what `remat_kit.policy` takes; ``"plan:2"`` for the plan of a point of the
-            frontier, ``"schedule:7"`` for a random schedule, ``"pieces:7"`` for a random schedule
-            of the program with random segments in pieces.
+            frontier, and from ``"plan:8"`` on of one with pieces if there is any; ``"schedule:7"``
+            for a random schedule; ``"pieces:7"`` for a random schedule of the program with random
+            segments in pieces.
         at: as for `remat_kit.policy`.
         prevent_cse: as for `remat_kit.policy`.
     """
@@ -237,12 +237,17 @@ def _flat(fn: Fn, args: Sequence[Any]) -> tuple[Any, Callable[..., Any], list[An
     return tree, of_arrays, given
 
 
+IN_PIECES = 8  # the plans from this number on may run segments in pieces
+
+
 def _planned(fn: Fn, program: Program, args: Sequence[Any], number: int) -> Fn:
     _, of_arrays, given = _flat(loss_of(fn, program.used), args)
-    to_host = {"offload": True, "target": "tpu-v5e"} if number % 3 == 2 else {}
-    found = remat_kit.frontier(of_arrays, *given, argnums=(0, 1), **to_host)
-    schedule = found.points[number % len(found.points)].schedule
-    plan = _frontier.policy_of(found.graph, schedule)
+    how = {"offload": True, "target": "tpu-v5e"} if number % 3 == 2 else {}
+    if number >= IN_PIECES:
+        how = {"pieces": True}
+    found = remat_kit.frontier(of_arrays, *given, argnums=(0, 1), **how)
+    points = [p for p in found.points if p.graph is not None] or found.points
+    plan = found.policy(points[number % len(points)])
     loss = _of_arrays(plan, loss_of(fn, program.used))
     return lambda x, w, rest: {"ys": (loss(x, w, rest),), "count": rest["n"], "none": None}
 

@@ -90,7 +90,7 @@ applications = st.one_of(
     st.builds(Application, st.integers(0, 10**6).map("schedule:{}".format)),
 )
 in_pieces = st.builds(Application, st.integers(0, 10**6).map("pieces:{}".format))
-plans = st.builds(Application, st.integers(0, 7).map("plan:{}".format))
+plans = st.builds(Application, st.integers(0, 15).map("plan:{}".format))
 
 
 # -- programs ------------------------------------------------------------------------------------
