@@ -9,7 +9,6 @@ forward pass whether it is written. `tests/backend/test_fusion.py` and
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -66,14 +65,6 @@ class FusionFlow:
         return {t for tensors in self.needs for t in tensors}
 
 
-class Randomness(enum.Enum):
-    """What a compiler keeps of the random bits from which a mask, as of dropout, is computed."""
-
-    WORDS = "the two words that Threefry returns for each element"
-    MASK = "the array that the derivative reads"
-    KEY = "nothing but the key"
-
-
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Which arrays a compiler writes to memory.
@@ -97,7 +88,8 @@ def layout(
     writes_shared: bool,
     into_products: bool,
     rounds: bool,
-    keeps: Randomness = Randomness.MASK,
+    keeps_words: bool = False,
+    writes_masks: bool = True,
 ) -> Layout:
     """Predict which arrays of a program a compiler writes to memory.
 
@@ -107,11 +99,12 @@ def layout(
         into_products: whether it computes elementwise operations inside of the products that read
             their results.
         rounds: whether products round float32 operands to half precision.
-        keeps: what the compiler keeps of the random bits of a mask.
+        keeps_words: whether it writes the two words that Threefry returns for each element.
+        writes_masks: whether it writes what is computed from random bits alone if a derivative
+            reads it, such as a mask of dropout. If not, the derivative computes it again.
     """
     bits = {makes[0] for e, makes in zip(flow.eqns, flow.makes, strict=True) if _is_threefry(e)}
-    words = keeps is Randomness.WORDS
-    fusible = [is_fusible(e) or (_is_threefry(e) and not words) for e in flow.eqns]
+    fusible = [is_fusible(e) or (_is_threefry(e) and not keeps_words) for e in flow.eqns]
     # `merging` marks the operations that the compiler fuses others into.
     merging = [
         f or (into_products and e.primitive.name == "dot_general")
@@ -125,7 +118,7 @@ def layout(
     }
     if bits:
         masks = _random(flow, bits)
-        writing = writing | flow.needed & masks if keeps is Randomness.MASK else writing - masks
+        writing = writing | flow.needed & masks if writes_masks else writing - masks
     written = [
         producer >= 0
         and (
@@ -144,7 +137,7 @@ def layout(
         for t in flow.active:
             if flowing[t] and t not in made and merging[flow.producers[t]]:
                 flowing[t] = False
-    return Layout(written, halved, bits if words else set(), flowing)
+    return Layout(written, halved, bits if keeps_words else set(), flowing)
 
 
 def _is_threefry(eqn: Any) -> bool:
@@ -157,7 +150,7 @@ def _is_threefry(eqn: Any) -> bool:
         eqn.primitive.name == "random_bits"
         and str(eqn.invars[0].aval.dtype) == "key<fry>"
         and eqn.params["bit_width"] == 32
-        and jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+        and getattr(jax.config, "jax_threefry_partitionable", True)
     )
 
 

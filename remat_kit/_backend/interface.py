@@ -10,7 +10,7 @@ from remat_kit._backend import facts as _facts
 from remat_kit._backend import fusion as _fusion
 from remat_kit._backend import rewrites as _rewrites
 from remat_kit._backend.facts import Fact
-from remat_kit._backend.fusion import FusionFlow, Layout, Randomness
+from remat_kit._backend.fusion import FusionFlow, Layout
 from remat_kit._program import ops as _ops
 from remat_kit._program.ops import is_fusible, is_rounding
 from remat_kit._program.program import primitive_name
@@ -101,20 +101,15 @@ class Backend:
         ``stacked`` says that the program is the body of a scan. What one iteration of a scan saves
         is written to memory as it is, so no product computes it again.
         """
+        words = self.has(_facts.KEEPS_RANDOM_WORDS)
         return _fusion.layout(
             flow,
             writes_shared=self.has(_facts.WRITES_WHAT_TWO_FUSIONS_READ),
             into_products=self.has(_facts.FUSES_INTO_PRODUCTS) and not stacked,
             rounds=self.has(_facts.ROUNDS_PRODUCTS),
-            keeps=Randomness.MASK if stacked else self.randomness,
+            keeps_words=words,
+            writes_masks=stacked or not (words or self.has(_facts.DRAWS_MASKS_AGAIN)),
         )
-
-    @property
-    def randomness(self) -> Randomness:
-        """What the compiler keeps of the random bits of a mask, as of dropout."""
-        if self.has(_facts.KEEPS_RANDOM_WORDS):
-            return Randomness.WORDS
-        return Randomness.KEY if self.has(_facts.DRAWS_MASKS_AGAIN) else Randomness.MASK
 
     def rounds(self, eqn: Any) -> bool:
         """Return whether an equation is a product that reads float32 in half precision."""

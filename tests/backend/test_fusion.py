@@ -202,6 +202,11 @@ def test_a_scan_saves_the_masks_of_its_iterations(chip):
     graph = _build.trace(loss, (struct(3, 64, 64), struct(64, 64), keys), target(chip))
     (scan,) = (e.loop for e in graph.equations if e.loop)
     assert bytes_for_mask(scan.graph) == 1
+    (bits,) = (e for e in scan.graph.equations if e.primitive == "random_bits")
+    (made,) = (scan.graph.tensors[t] for t in bits.makes)
+    assert (made.in_memory, made.bytes) == (
+        (True, 8 * 64**2) if chip == "cpu" else (False, 4 * 64**2)
+    )
 
 
 def test_dropout_is_predicted_as_well_as_everything_else():
