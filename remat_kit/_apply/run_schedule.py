@@ -18,7 +18,7 @@ from remat_kit._apply import scans as _scans
 from remat_kit._apply.labels import keep_labelled, label
 from remat_kit._apply.region import run_region
 from remat_kit._backend import rewrites as _rewrites
-from remat_kit._backend.barriers import computed_once, materialized, waiting_for_gradients
+from remat_kit._backend.barriers import computed_once, is_key, materialized, waiting_for_gradients
 from remat_kit._policy import algebra as _algebra
 from remat_kit._policy import selectors as _selectors
 from remat_kit._policy.schedule import GIVEN, LoopPart, LoopPlan, Place, Schedule, Segment
@@ -147,7 +147,7 @@ class _Run:
         same = _handed_through(eqns) if around.stacked else {}
         part = _program.part(eqns, wanted - {*same}, self.program.base)
         shared = self.shared(segment)
-        self.materialize(v for v in part.invars if v in self.made or v in shared)
+        self.materialize(v for v in part.invars if v in self.made or v in shared or is_key(v.aval))
         self.wait(part.invars, tied)
         values = [self.env[v] for v in part.invars]
         if segment.inside:

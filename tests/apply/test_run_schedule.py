@@ -13,6 +13,7 @@ from zoo import load
 
 import remat_kit
 from remat_kit._apply import run_schedule as _run_schedule
+from remat_kit._backend import barriers as _barriers
 from remat_kit._planner import frontier as _frontier
 from remat_kit._planner.costs.simulate import simulate
 from remat_kit._policy import schedule as _schedule
@@ -237,3 +238,42 @@ def test_gradients_of_kernels_are_not_put_off():
     least = remat_kit.policy(front.policy(front.points[0]))(dense)
     found = remat_kit.measure(least, *args, target="cpu")
     assert found.peak_bytes < 22 * 2**20
+
+
+def with_dropout(weights, x, key):
+    for i, w in enumerate(weights):
+        with jax.named_scope(f"layer_{i}"):
+            kept = jax.random.bernoulli(jax.random.fold_in(key, i), 0.9, x.shape)
+            x = x + jnp.where(kept, jnp.sin(x @ w), 0.0)
+    return jnp.sum(x**2)
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_random_bits_of_a_region_wait_for_what_comes_into_it(make):
+    """XLA's CPU compiler would draw those of all regions at the beginning of the program."""
+    args = [jnp.eye(8)] * 3, jnp.ones((4, 8)), make(0)
+    program = _program.flat_program(jax.make_jaxpr(with_dropout)(*args))
+    count = len(program.eqns)
+    starts = [i for i, e in enumerate(program.eqns) if e.primitive.name == "random_fold_in"]
+    cuts = [0, *(i - 1 for i in starts[1:]), count]
+    lines = _schedule.lines([Segment(a, b) for a, b in itertools.pairwise(cuts)])
+    plan = remat_kit.planned(_schedule.describe(program), *lines)
+    planned = remat_kit.policy(plan)(with_dropout)
+    barriers = [
+        e
+        for e in jax.make_jaxpr(planned)(*args).eqns
+        if e.primitive.name == "remat_kit_barrier"
+        and any(_barriers.is_key(v.aval) for v in e.invars)
+    ]
+    assert len(barriers) == len(cuts) - 2  # nothing is computed before the first region
+    assert all(any(v.aval.shape == (4, 8) for v in e.invars) for e in barriers)
+    chex.assert_trees_all_close(jax.grad(planned)(*args), jax.grad(with_dropout)(*args), rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA:CPU undoes recompute")
+def test_masks_of_dropout_are_drawn_again_in_a_plan_of_bert():
+    """Without the barriers, the random bits of all layers are live: about 3 GiB."""
+    loss, args = load("bert").build(size="large", layers=6, batch=16, seq=512)
+    plan = remat_kit.plan(loss, *args, budget="min")
+    assert plan.compiled.temp_bytes < 2.2 * 2**30
