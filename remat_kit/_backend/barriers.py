@@ -99,7 +99,8 @@ def _batched_alike(primitive: Any, values: Any, dims: Any) -> Any:
 # -- the barriers of plans -------------------------------------------------------------------------
 
 # Each barrier acts on the compilers to which one fact applies. XLA's CPU compiler, for example,
-# does not need `together` and would use a little more memory with it. We do not use JAX's own
+# does not need `together` and would use a little more memory with it. `drawn_late` is needed where
+# the random bits themselves are in memory. We do not use JAX's own
 # barrier because JAX cannot transpose it where only some of the values have tangents. A barrier
 # with `backward_only` acts on the cotangents and does not change the forward pass.
 together = barrier(_facts.FUSES_GRADIENT_SUMS.backends)
@@ -121,11 +122,11 @@ def materialized(values: dict[Any, Any], stacked: bool) -> dict[Any, Any]:
     sum one after the other: the dense block in `tests/apply/test_run_schedule.py` then takes
     117 MiB instead of 88 MiB.
 
-    Keys of random numbers wait for the other inputs. Otherwise XLA's CPU compiler draws the random
-    bits of all regions at the beginning of the program, where they depend on nothing else, and they
-    stay live until they are used: eight bytes for each element of each mask of dropout. The least
-    plan of BERT-Large's first six layers then takes 4,705 MiB instead of 1,833 MiB (16 × 512
-    tokens, jax 0.12).
+    On CPUs, keys of random numbers wait for the other inputs. Otherwise XLA's CPU compiler draws
+    the random bits of all regions at the beginning of the program, because they depend on nothing
+    but a key, and they stay live until they are used: eight bytes for each element of each mask of
+    dropout. A plan of BERT then keeps the random bits of all layers, which it says it recomputes
+    (jax 0.12, `tests/apply/test_run_schedule.py`).
     """
     found = _behind(apart_backward if stacked else apart, _floats(values))
     keys = {v: x for v, x in values.items() if is_key(jax.typeof(x))}
@@ -166,7 +167,10 @@ def _floats(values: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def is_key(aval: Any) -> bool:
-    """Tell whether values of a type may be keys of random numbers, new ones or old ones.
+    """Tell whether values of a type may be keys of `jax.random`, typed ones or raw ones.
+
+    Raw keys are a few words of uint32. Another array of that kind may be taken for one; it then
+    waits behind a barrier, which changes no value.
 
     >>> [is_key(jax.typeof(x)) for x in (jax.random.key(0), jax.random.PRNGKey(0), jnp.ones(2))]
     [True, True, False]

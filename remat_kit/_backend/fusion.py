@@ -88,8 +88,8 @@ def layout(
     writes_shared: bool,
     into_products: bool,
     rounds: bool,
-    keeps_words: bool = False,
-    writes_masks: bool = True,
+    keeps_words: bool,
+    writes_masks: bool,
 ) -> Layout:
     """Predict which arrays of a program a compiler writes to memory.
 
@@ -157,8 +157,9 @@ def _is_threefry(eqn: Any) -> bool:
 def _random(flow: FusionFlow, bits: set[int]) -> set[int]:
     """Return the arrays that are computed elementwise from random bits and constants alone.
 
-    XLA computes an operation with a single operand of its size in each fusion that reads it,
-    whatever the operand takes (``EffectivelyAtMostUnary`` in its ``instruction_fusion.cc``).
+    If at most one operand of an operation is as large as its result, XLA may compute it again in
+    each fusion that reads the result, even if the operand takes more bytes than the result
+    (``EffectivelyAtMostUnary`` in XLA's ``instruction_fusion.cc``).
     """
     found = set(bits)
     for t, producer in enumerate(flow.producers):

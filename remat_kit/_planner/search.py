@@ -543,7 +543,8 @@ class Search:
             least = min(self.measured(p) or _NEVER for p in self.known)
             if self.predicted(best) < least or len(self.known) < 3:
                 return best
-            # The errors of programs with pieces differ, so one that needs less work may be leaner.
+            # The model's errors differ from one program with pieces to the next, so one with a
+            # higher prediction may compile to less memory. Those with the least work come first.
             leaner = [p for p in new if points[p].predicted_peak_bytes < least]
             promising = [p for p in leaner if points[p].graph is not None]
             return min(promising, key=lambda p: points[p].extra_work, default=None)

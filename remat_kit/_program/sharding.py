@@ -405,6 +405,29 @@ def is_contradictory(numbers: Any, left: ValueShard, right: ValueShard, out: Val
     return False
 
 
+def may_be_split_otherwise(
+    eqn: Any, shard: Callable[[Any], ValueShard | None], work: float
+) -> bool:
+    """Tell whether XLA's partitioner may split an operation in another way than Shardy's shardings.
+
+    It may do so for a convolution of which one device does a part, and for a product whose
+    operands and result are split in contradicting ways.
+
+    Args:
+        eqn: the operation.
+        shard: returns what one device has of an operand or a result, or None if it is whole there.
+        work: the part of the operation's work that one device does.
+    """
+    if eqn.primitive.name == "conv_general_dilated":
+        return work < 1
+    if eqn.primitive.name != "dot_general":
+        return False
+    left, right, out = (shard(v) for v in (*eqn.invars, *eqn.outvars))
+    if left is None or right is None or out is None:
+        return False
+    return is_contradictory(eqn.params["dimension_numbers"], left, right, out)
+
+
 def _dimensions(numbers: Any, left: int, right: int) -> tuple[list[str], list[str], list[str]]:
     """Name the dimensions of a product's operands and result; equal ones have equal names.
 
@@ -414,9 +437,8 @@ def _dimensions(numbers: Any, left: int, right: int) -> tuple[list[str], list[st
     contracted, batch = numbers
     operands = []
     for side, count, inner, outer in zip("lr", (left, right), contracted, batch, strict=True):
-        named = {d: f"c{i}" for i, d in enumerate(inner)} | {
-            d: f"b{i}" for i, d in enumerate(outer)
-        }
+        named = {d: f"c{i}" for i, d in enumerate(inner)}
+        named |= {d: f"b{i}" for i, d in enumerate(outer)}
         operands.append([named.get(d, f"{side}{d}") for d in range(count)])
     free = [name for own in operands for name in own if name[0] in "lr"]
     return operands[0], operands[1], [*(f"b{i}" for i in range(len(batch[0]))), *free]

@@ -191,18 +191,16 @@ def _share(
             return 1.0
         return math.prod(known[id(atom)].shape) / whole
 
-    work = _sharding.work_share(eqn, lambda atom: known.get(id(atom)), part, free)
+    def shard(atom: Any) -> ValueShard | None:
+        return known.get(id(atom))
+
+    work = _sharding.work_share(eqn, shard, part, free)
 
     def shapes(atoms: Sequence[Any]) -> tuple[Shape, ...]:
         whole = ((id(v), tuple(getattr(v.aval, "shape", ()))) for v in atoms)
         return tuple(known[key].shape if key in known else shape for key, shape in whole)
 
-    estimated = eqn.primitive.name == "conv_general_dilated" and work < 1
-    if eqn.primitive.name == "dot_general":
-        left, right, out = (known.get(id(v)) for v in (*eqn.invars, *eqn.outvars))
-        if left is not None and right is not None and out is not None:
-            numbers = eqn.params["dimension_numbers"]
-            estimated = _sharding.is_contradictory(numbers, left, right, out)
+    estimated = _sharding.may_be_split_otherwise(eqn, shard, work)
     return Share(work, shapes(eqn.invars), shapes(eqn.outvars), estimated)
 
 

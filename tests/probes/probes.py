@@ -171,7 +171,8 @@ def copies_convolution_inputs(platform):
 def mask_bytes(platform):
     """Return the bytes that a mask of dropout takes for each of its elements.
 
-    The same program is compiled with masks that are drawn from a key and with given ones.
+    The same program is compiled with masks that are drawn from a key and with given ones. The
+    difference may be below 0, because a compiler may copy given masks.
     """
     layers, n = 8, 4096
 

@@ -327,8 +327,8 @@ class Gradient:
             what one device does. Their FLOPs and bytes are those of all devices together.
         estimated: of a partitioned program, the primitives of operations that XLA's partitioner may
             split in another way than Shardy's propagation says, so that their FLOPs on one device
-            are estimates: convolutions, and products whose operands and result contradict each
-            other.
+            are estimates: convolutions, and products whose operands and result are split in
+            contradicting ways.
     """
 
     flow: Flow
