@@ -175,11 +175,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     versions = {name: __import__(name).__version__ for name in ("jax", "jaxlib")}
     report = _common.described(__file__, given, [versions])
     report |= {"pairs": options.pairs, "cores": os.cpu_count()}
-    report["rows"] = list(rows(cases, options.budget, options.pairs, options.pieces))
-    table = rendered(report)
-    if options.json is not None:
-        _common.write(options.json, report, table)
-    print(table)
+    report["rows"] = []
+    for row in rows(cases, options.budget, options.pairs, options.pieces):
+        print(f"{row['model']}, {row['budget']}", file=sys.stderr, flush=True)
+        report["rows"].append(row)
+        if options.json is not None:  # after each row, so that a run that is cut off has some
+            _common.write(options.json, report, rendered(report))
+    print(rendered(report))
     return 0
 
 
