@@ -176,3 +176,17 @@ def test_planned_steps_are_timed_beside_the_prediction(tmp_path, capsys, ways):
     out = capsys.readouterr().out
     assert path.with_suffix(".md").read_text() == out
     assert f"python benchmarks/wall_time.py {' '.join(argv[:-2])}" in out
+
+
+def test_a_run_that_is_cut_off_keeps_the_rows_it_has(tmp_path, capsys, monkeypatch):
+    def cut_off(*args):
+        yield {"model": "a model", "budget": "min", "error": "nothing fits"}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wall_time, "rows", cut_off)
+    path = tmp_path / "times.json"
+    with pytest.raises(KeyboardInterrupt):
+        wall_time.main(["--smoke", "--json", str(path)])
+    assert [row["model"] for row in json.loads(path.read_text())["rows"]] == ["a model"]
+    assert "nothing fits" in path.with_suffix(".md").read_text()
+    assert capsys.readouterr().err == "a model, min\n"
