@@ -13,6 +13,9 @@ With ``--pieces`` the plans may run segments in pieces, and the models are ones 
 
     python benchmarks/wall_time.py --pieces --json benchmarks/results/wall_time_pieces.json
 
+This takes more than 40 minutes on two cores. The file is written after each plan, so a run that is
+cut off leaves a shorter table: it has no rows for the plans that were not reached.
+
 Exit status: 0 when done, 2 for a wrong call.
 """
 
@@ -179,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows(cases, options.budget, options.pairs, options.pieces):
         print(f"{row['model']}, {row['budget']}", file=sys.stderr, flush=True)
         report["rows"].append(row)
-        if options.json is not None:  # after each row, so that a run that is cut off has some
+        if options.json is not None:
             _common.write(options.json, report, rendered(report))
     print(rendered(report))
     return 0
