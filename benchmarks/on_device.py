@@ -8,12 +8,22 @@ plans and the memory that its compiler reports. There are four variants of a pro
 (``none``), with each block recomputed as `jax.checkpoint` does (``blocks``), with a plan for half
 of the activations (``half``), and with a plan for the memory of ``blocks`` (``same``).
 
+With ``--pieces`` the programs are ones in which running segments in pieces helps, and the variants
+are others: with the plan of least memory without pieces (``least``), with a plan in pieces for a
+tenth of the activations (``tenth``), and with the plan of least memory in pieces (``pieces``). The
+last program is a Llama with a sequence as long as fits on the card (``fit``), in pieces.
+
+    python benchmarks/on_device.py plan --pieces --folder plans
+    python benchmarks/on_device.py run --pieces --folder plans --json \
+        benchmarks/results/on_device_pieces_h100.json
+
 The second command runs the variants on the device of this machine. Each program is compiled in a
 process of its own, ``--jobs`` of them at a time, and then runs in another one, which reads compiled
 programs from a cache, so that the allocator's peak contains nothing of the compiler's own trials.
 The variants run in the order of their expected peaks and each peak is read after its first step;
 then they run by turns, and the table shows the medians. Where a variant does not raise the
-allocator's peak, none is shown for it.
+allocator's peak, none is shown for it. A variant that needs more memory than the chip has is not
+run. A step that takes longer than half a minute runs once.
 
 Each row is written as soon as it is there. A run that was cut off goes on with ``--only`` and the
 programs that are missing; the rows of the others are kept if they were taken with the same
@@ -42,17 +52,30 @@ from typing import Any
 import _common
 from _common import MIB, Case
 
+# The budget of each planned variant, and whether its plan may run segments in pieces.
+PLANS: dict[str, tuple[str | float, bool]] = {
+    "half": (0.5, False),
+    "same": ("blocks", False),  # the memory of that variant
+    "least": ("min", False),
+    "tenth": (0.1, True),
+    "pieces": ("min", True),
+    "fit": ("fit", True),
+}
 VARIANTS = ("none", "blocks", "half", "same")
+IN_PIECES = ("none", "least", "tenth", "pieces")
+SHOWN = ("none", "blocks", *PLANS)
 SECONDS = 2.0  # of steps of each program, at least
 ROUNDS = 5  # of steps of each variant, at least
+LONGEST = 30.0  # a step that takes longer runs once
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A model at a size, and whether it is a whole AdamW step or a gradient."""
+    """A model at a size, whether it is a whole AdamW step or a gradient, and its variants."""
 
     case: Case
     step: bool = False
+    variants: tuple[str, ...] = VARIANTS
 
     def build(self, policy: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return the loss or the step and the shapes of its arguments, with a policy on blocks."""
@@ -122,11 +145,38 @@ PROGRAMS = {
         Case("BERT-Large, 16 × 512", "bert", {"size": "large", "batch": 16, "seq": 512})
     ),
 }
+LLAMA = {"size": "8b", "width": 2048, "hidden": 8192, "layers": 16, "dtype": "bf16", "scan": True}
+PIECES = {
+    name: dataclasses.replace(program, variants=IN_PIECES)
+    for name, program in {
+        "gpt12": PROGRAMS["gpt12"],
+        "gpt48": Program(Case("GPT, 48 layers, 1 × 1024", "gpt", {"size": "xl", "batch": 1})),
+        "bert": PROGRAMS["bert"],
+        "llama": PROGRAMS["llama"],
+        "vgg16": PROGRAMS["vgg16"],
+        "alexnet": Program(Case("AlexNet, 1024 images", "alexnet", {})),
+        "unet": PROGRAMS["unet"],
+        "moe": PROGRAMS["moe"],
+    }.items()
+}
+PIECES["longest"] = Program(
+    Case(
+        "Llama, 1.5 billion parameters in bfloat16, 163,840 tokens",
+        "llama_nnx",
+        {**LLAMA, "batch": 1, "seq": 163840},
+    ),
+    variants=("none", "blocks", "fit"),
+)
 SMOKE = {
     "mlp": Program(
         Case("residual MLP", "residual_mlp", {"batch": 4096, "width": 16, "layers": 4}), step=True
     ),
     "gpt": Program(Case("GPT, tiny", "gpt", {"size": "tiny", "batch": 2, "seq": 64})),
+}
+SMOKE_PIECES = {
+    "gpt": Program(
+        Case("GPT, tiny", "gpt", {"size": "tiny", "seq": 64, "vocab": 2048}), variants=IN_PIECES
+    )
 }
 
 
@@ -138,30 +188,29 @@ def planned(program: Program, target: str, stem: pathlib.Path) -> dict[str, Any]
     import remat_kit
 
     fn, args = program.build("none")
-    blocks = remat_kit.measure(*_called(program, "nothing"), target=target)
-    assert blocks.peak_bytes is not None
-    found: dict[str, Any] = {"blocks": _expected(blocks)}
-    for variant, budget in (("half", 0.5), ("same", blocks.peak_bytes)):
+    none = remat_kit.measure(fn, *args, target=target)
+    found: dict[str, Any] = {"none": _expected(none)}
+    if "blocks" in program.variants:
+        blocks = remat_kit.measure(*_called(program, "nothing"), target=target)
+        found["blocks"] = _expected(blocks)
+    for variant in program.variants:
+        if variant not in PLANS:
+            continue
+        budget, pieces = PLANS[variant]
+        budget = found["blocks"]["peak_bytes"] if budget == "blocks" else budget
         try:
-            plan = remat_kit.plan(fn, *args, budget=budget, target=target)
+            plan = remat_kit.plan(fn, *args, budget=budget, target=target, pieces=pieces)
         except remat_kit.UserError as error:
             found[variant] = {"error": error.message}
             continue
         plan.save(stem.with_suffix(f".{variant}.toml"))
-        assert plan.compiled is not None
-        assert plan.baseline is not None
-        assert plan.point is not None
         assert plan.step_seconds is not None
-        assert plan.predicted_peak_bytes is not None
         before = plan.step_seconds - plan.extra_seconds
-        found["none"] = _expected(plan.baseline)
         found[variant] = _expected(plan.compiled) | {
             "predicted_bytes": plan.predicted_peak_bytes,
             "predicted_time_ratio": round(plan.step_seconds / before, 4),
         }
-    if "none" not in found:
-        found["none"] = _expected(remat_kit.measure(fn, *args, target=target))
-    return found | {"target": target, "versions": dict(blocks.versions)}
+    return found | {"target": target, "versions": dict(none.versions)}
 
 
 def _called(program: Program, policy: str) -> tuple[Any, ...]:
@@ -170,7 +219,8 @@ def _called(program: Program, policy: str) -> tuple[Any, ...]:
 
 
 def _expected(memory: Any) -> dict[str, Any]:
-    return {"peak_bytes": memory.peak_bytes, "temp_bytes": memory.temp_bytes}
+    figures = {"peak_bytes": memory.peak_bytes, "temp_bytes": memory.temp_bytes}
+    return figures | ({"fits": False} if memory.fits is False else {})
 
 
 def plan_all(
@@ -205,17 +255,19 @@ def expected_of(name: str, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def variants(program: Program, name: str, folder: pathlib.Path) -> dict[str, Any]:
-    """Return the jitted function of each variant that was planned, by rising expected peak."""
+    """Return the jitted function of each variant that can run, by rising expected peak."""
     import jax
 
     import remat_kit
 
     expected = expected_of(name, folder)
-    there = [v for v in VARIANTS if "peak_bytes" in expected[v]]
+    there = [
+        v for v in program.variants if "peak_bytes" in expected[v] and expected[v].get("fits", True)
+    ]
     functions = {}
     for variant in sorted(there, key=lambda v: expected[v]["peak_bytes"]):
         fn, _ = program.build("nothing" if variant == "blocks" else "none")
-        if variant in ("half", "same"):
+        if variant in PLANS:
             fn = remat_kit.policy(str(folder / f"{name}.{variant}.toml"))(fn)
         functions[variant] = (
             jax.jit(fn, donate_argnums=(0, 1)) if program.step else jax.jit(jax.value_and_grad(fn))
@@ -270,7 +322,7 @@ def run(program: Program, name: str, folder: pathlib.Path) -> dict[str, Any]:
     for variant, each in lowered.items():
         compiled = each.compile()
         runners[variant] = Runner(compiled, program)
-        _, values = runners[variant].once(values)
+        first, values = runners[variant].once(values)
         peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
         memory = compiled.memory_analysis()
         found[variant] = {
@@ -279,10 +331,13 @@ def run(program: Program, name: str, folder: pathlib.Path) -> dict[str, Any]:
             - memory.alias_size_in_bytes
             + memory.temp_size_in_bytes,
             "allocated_bytes": peak if peak > highest else None,
+            "seconds": round(first, 6),
+            "steps": 1,
         }
         highest = max(highest, peak)
-    times = _by_turns(runners, values)
-    for variant, seconds in times.items():
+    if max(each["seconds"] for each in found.values()) > LONGEST:
+        runners = {}
+    for variant, seconds in _by_turns(runners, values).items():
         found[variant] |= {"seconds": round(statistics.median(seconds), 6), "steps": len(seconds)}
     for variant, apart in _differences(runners, program, args).items():
         found[variant]["difference"] = apart
@@ -298,10 +353,12 @@ def run(program: Program, name: str, folder: pathlib.Path) -> dict[str, Any]:
 def _by_turns(runners: Mapping[str, Runner], values: tuple[Any, ...]) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {variant: [] for variant in runners}
     begun = time.monotonic()
-    while len(times["none"]) < ROUNDS or time.monotonic() - begun < SECONDS:
+    rounds = 0
+    while runners and (rounds < ROUNDS or time.monotonic() - begun < SECONDS):
         for variant, runner in runners.items():
             seconds, values = runner.once(values)
             times[variant].append(seconds)
+        rounds += 1
     return times
 
 
@@ -313,6 +370,8 @@ def _differences(
     It is the norm of the difference of all gradients, or of all updated parameters, over the norm
     of the gradients or parameters.
     """
+    if "none" not in runners:
+        return {}
     import jax
     import jax.numpy as jnp
 
@@ -385,8 +444,7 @@ def rendered(report: Mapping[str, Any]) -> str:
         if "error" in row:
             lines.append(f"| {row['program']} | {row['error']} |" + " |" * 7)
             continue
-        for variant in VARIANTS:
-            lines.append(_line(row, variant))
+        lines += [_line(row, variant) for variant in SHOWN if variant in row["expected"]]
     about = (
         f"Run on {report['device']}; planned for {report['target']} without it. 'Allocated' is the "
         "allocator's peak, 'difference' that of the gradients (of the updated parameters for a "
@@ -397,15 +455,19 @@ def rendered(report: Mapping[str, Any]) -> str:
 
 def _line(row: Mapping[str, Any], variant: str) -> str:
     expected, found = row["expected"][variant], row["variants"].get(variant)
-    if found is None:
+    if "error" in expected:
         return f"| {row['title']} | {variant} | {expected['error']} |" + " |" * 6
-    none = row["variants"]["none"]["seconds"]
+    if found is None:
+        size = f"{expected['peak_bytes'] / MIB:,.0f}"
+        return f"| {row['title']} | {variant} | {size} | does not fit |" + " |" * 5
+    none = row["variants"].get("none", {}).get("seconds")
     allocated, predicted = found["allocated_bytes"], expected.get("predicted_time_ratio")
     cells = [
         *(row["title"], variant, f"{expected['peak_bytes'] / MIB:,.0f}"),
         f"{found['compiled_bytes'] / MIB:,.0f}",
         f"{allocated / MIB:,.0f}" if allocated else "–",
-        *(f"{1e3 * found['seconds']:.1f}", f"{found['seconds'] / none:.3f}"),
+        f"{1e3 * found['seconds']:,.1f}",
+        f"{found['seconds'] / none:.3f}" if none else "",
         f"{predicted:.3f}" if predicted else "",
         f"{found['difference']:.1e}" if "difference" in found else "",
     ]
@@ -416,6 +478,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _common.parser(__doc__)
     parser.add_argument("command", choices=("plan", "run", "child"), nargs="?", default="run")
     parser.add_argument("--folder", type=pathlib.Path, help="of the plans")
+    parser.add_argument("--pieces", action="store_true", help="plans with segments in pieces")
     parser.add_argument("--target", default="h100", help="the chip to plan for; h100 by default")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these programs alone")
     parser.add_argument("--jobs", type=int, default=4, help="programs to compile at a time")
@@ -424,11 +487,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def programs_of(options: argparse.Namespace) -> Mapping[str, Program]:
+    """Return the programs that a command line is about."""
+    if options.pieces:
+        return SMOKE_PIECES if options.smoke else PIECES
+    return SMOKE if options.smoke else PROGRAMS
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(given)
-    known = SMOKE if options.smoke else PROGRAMS
+    known = programs_of(options)
     target = "cpu" if options.smoke else options.target
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or pathlib.Path(scratch) / "plans"
@@ -450,7 +520,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         failed = {n: found for n in names if "error" in (found := expected_of(n, folder))}
         rows |= {name: {"program": name, **found} for name, found in failed.items()}
         names = [name for name in names if name not in failed]
-        passed = ["--folder", str(folder), *(["--smoke"] if options.smoke else [])]
+        flags = {"--smoke": options.smoke, "--pieces": options.pieces}
+        passed = ["--folder", str(folder), *(flag for flag, on in flags.items() if on)]
         for row in in_processes(names, passed, options.cache or scratch, options.jobs):
             rows[row["program"]] = row
             report = reported([rows[name] for name in known if name in rows], given, target)
