@@ -61,6 +61,8 @@ class _Surroundings:
         stacked: whether the program is the body of a scan. The scan then stacks each value that a
             derivative reads over the iterations. A value behind a barrier is another value, with a
             stack of its own, so the forward pass of the body has no barriers.
+        slices: the number of the program's last inputs that are slices of the scan's stacked
+            inputs.
     """
 
     prevent_cse: bool
@@ -68,6 +70,7 @@ class _Surroundings:
     depth: int = 0
     kept: Mapping[Place, int] = dataclasses.field(default_factory=dict)
     stacked: bool = False
+    slices: int = 0
 
 
 class _Run:
@@ -150,11 +153,14 @@ class _Run:
         self.materialize(v for v in part.invars if v in self.made or v in shared or is_key(v.aval))
         self.wait(part.invars, tied)
         values = [self.env[v] for v in part.invars]
+        # They are rounded inside the region, because what it reads is stacked for the backward
+        # pass, and a slice is in a stack already.
+        slices = self.slices(part)
         if segment.inside:
-            outs = _around_regions(part, segment, values, around)
+            outs = _around_regions(part, segment, values, slices, around)
         else:
             given = {self.program.invars[p] for e, p in segment.offload if e == GIVEN}
-            outs = _region(part, segment, values, given, around)
+            outs = _region(part, segment, values, given, slices, around)
         self.env.update(zip(part.outvars, outs, strict=True))
         self.env.update((v, self.env[source]) for v, source in same.items())
         if around.depth:
@@ -169,6 +175,12 @@ class _Run:
 
     def materialize(self, variables: Iterable[Any]) -> None:
         self.env.update(materialized({v: self.env[v] for v in variables}, self.around.stacked))
+
+    def slices(self, part: Program) -> list[Any]:
+        """Return the slices of stacked inputs that a region reads and may round."""
+        invars = self.program.invars
+        slices = {*invars[len(invars) - self.around.slices :]}
+        return [v for v in part.invars if v in slices and _rewrites.may_be_rounded(v.aval)]
 
     def wait(self, reads: Sequence[Any], tied: Collection[Any]) -> None:
         """Make the derivative of a segment wait for the gradients that it adds to."""
@@ -210,18 +222,34 @@ def _region(
     segment: Segment[Place],
     values: Sequence[Any],
     given: Collection[Any],
+    slices: Sequence[Any],
     around: _Surroundings,
 ) -> list[Any]:
     """Run one region without regions inside; its inputs ``given`` wait in the host's memory."""
     names = _names(segment, around)
     rules = [_rule(name) for name in dict.fromkeys(names.values())]
     policy = _algebra.first(*rules) if len(rules) > 1 else (rules or [_NOTHING])[0]
-    named = _named(part, segment, names, given)
+    named = _rounding_late(_named(part, segment, names, given), slices)
     return run_region(named, policy, values, prevent_cse=around.prevent_cse, full=False)
 
 
+def _rounding_late(part: Program, slices: Sequence[Any]) -> Program:
+    """Return a program that rounds some of its inputs where it reads them."""
+    fresh = {v: type(v)(v.aval) for v in slices}
+    first = [_rewrites.rounded_late_equation(v, w, part.eqns[0]) for v, w in fresh.items()]
+    rest = [
+        e.replace(invars=[fresh.get(v, v) if _is_var(v) else v for v in e.invars])
+        for e in part.eqns
+    ]
+    return dataclasses.replace(part, eqns=(*first, *rest)) if slices else part
+
+
 def _around_regions(
-    part: Program, segment: Segment[Place], values: Sequence[Any], around: _Surroundings
+    part: Program,
+    segment: Segment[Place],
+    values: Sequence[Any],
+    slices: Sequence[Any],
+    around: _Surroundings,
 ) -> list[Any]:
     """Run one region around smaller segments."""
     depth, cse = around.depth, around.prevent_cse
@@ -229,7 +257,9 @@ def _around_regions(
     inside = _Surroundings(cse, segment.start, depth + 1, kept)
 
     def inner(*args: Any) -> list[Any]:
-        return _Run(part, segment.inside, args, inside).outputs()
+        given = dict(zip(part.invars, args, strict=True))
+        given |= {v: _rewrites.rounded_late(given[v]) for v in slices}
+        return _Run(part, segment.inside, [*given.values()], inside).outputs()
 
     region = _jax.checkpoint(inner, prevent_cse=cse, policy=_keeping(depth) if kept else None)
     return _jax.without_integer_tangents(region(*values))
@@ -335,13 +365,14 @@ def _named(
 def _scan(program: Program, eqn: Any, values: Sequence[Any], plan: LoopPlan[Place]) -> list[Any]:
     path = program.path(eqn)
     body = flat_program(eqn.params["jaxpr"], path)
+    consts, carry = _jax.scan_arity(eqn)
+    slices = len(eqn.invars) - consts - carry
+    around = _Surroundings(prevent_cse=False, stacked=True, slices=slices)
     with _scans.scoped(path[len(program.base) :]):
-        return _scans.run(eqn, values, [_iterations(body, part) for part in plan])
+        return _scans.run(eqn, values, [_iterations(body, part, around) for part in plan])
 
 
-def _iterations(body: Program, part: LoopPart[Place]) -> _scans.Part:
-    around = _Surroundings(prevent_cse=False, stacked=True)
-
+def _iterations(body: Program, part: LoopPart[Place], around: _Surroundings) -> _scans.Part:
     def one(args: Sequence[Any]) -> list[Any]:
         return _Run(body, part.body, args, around).outputs()
 

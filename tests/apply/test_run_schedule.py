@@ -14,10 +14,12 @@ from zoo import load
 import remat_kit
 from remat_kit._apply import run_schedule as _run_schedule
 from remat_kit._backend import barriers as _barriers
+from remat_kit._backend import rewrites as _rewrites
+from remat_kit._chip.target import target
 from remat_kit._planner import frontier as _frontier
 from remat_kit._planner.costs.simulate import simulate
 from remat_kit._policy import schedule as _schedule
-from remat_kit._policy.schedule import Segment
+from remat_kit._policy.schedule import LoopPart, Segment
 from remat_kit._program import program as _program
 
 
@@ -281,3 +283,57 @@ def test_masks_of_dropout_are_drawn_again_in_a_plan_of_bert():
     loss, args = load("bert").build(size="large", layers=6, batch=16, seq=512)
     plan = remat_kit.plan(loss, *args, budget="min")
     assert plan.compiled.temp_bytes < 2.2 * 2**30
+
+
+def layers(ws, x):
+    def layer(x, w):
+        up, down = (each.astype(jnp.bfloat16) for each in w)
+        return x + jnp.tanh(x @ up) @ down, None
+
+    return jnp.sum(jax.lax.scan(layer, x, ws)[0].astype(jnp.float32))
+
+
+def in_regions(around, n, save=False):
+    """Return the layers with the body of the scan as a region, or as two in a region.
+
+    The region may save what `tanh` reads.
+    """
+    args = (struct(16, n, 2 * n), struct(16, 2 * n, n)), struct(512, n, dtype=jnp.bfloat16)
+    graph = remat_kit.frontier(layers, *args).graph
+    (scan,) = [e for e in graph.equations if e.loop]
+    last = len(scan.loop.graph.equations)
+    half = next(e.index for e in scan.loop.graph.equations if e.primitive == "tanh")
+    (product,) = scan.loop.graph.equations[half].reads
+    saved = frozenset([product] if save else [])
+    parts = (Segment(0, half, save=saved), Segment(half, last)) if around else ()
+    plan = (LoopPart(16, 1, (Segment(0, last, save=saved, inside=parts),)),)
+    end = len(graph.equations)
+    schedule = (Segment(0, end, plain=True, loops=((scan.index, plan),)),)
+    return remat_kit.policy(_frontier.policy_of(graph, schedule))(layers), args
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_matrices_that_regions_of_a_scan_read_are_rounded_there(around):
+    planned, args = in_regions(around, 64)
+    text = str(jax.make_jaxpr(jax.grad(planned))(*args))
+    assert text.count("= remat_kit_rounded_late") == 2 + 2  # in both passes
+    assert "f32[16,64,128] = remat_kit_rounded_late" not in text
+    saving, _ = in_regions(around, 64, save=True)
+    traced = [jax.make_jaxpr(jax.grad(fn))(*args).jaxpr for fn in (planned, saving)]
+    products = [products_of(jaxpr) for jaxpr in traced]
+    assert products == [8 - 1, 8 - 2]  # the last product's result is not read again
+    w, x = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype) / 64, args)
+    chex.assert_trees_all_equal(jax.jit(jax.grad(planned))(w, x), jax.jit(jax.grad(layers))(w, x))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not target("tpu-v5e").available, reason="needs libtpu")
+@pytest.mark.parametrize("around", [False, True])
+def test_the_matrices_of_a_scan_are_not_rounded_in_advance_on_a_tpu(around, monkeypatch):
+    planned, args = in_regions(around, 2048)
+    found = remat_kit.measure(planned, *args, target="tpu-v5e").temp_bytes
+    monkeypatch.setattr(_rewrites, "may_be_rounded", lambda aval: False)
+    planned, args = in_regions(around, 2048)
+    before = remat_kit.measure(planned, *args, target="tpu-v5e").temp_bytes
+    copies = 2 * 16 * 2048 * 4096 * 2
+    assert before - found == pytest.approx(copies, rel=0.15)

@@ -185,3 +185,14 @@ def test_on_gpus_zeros_to_scatter_into_come_late(monkeypatch):
     early = remat_kit.measure(plan(lambda *args: fn(*args)), *args, target="h100")
     zeros = 16 * 32 * 32 * 16 * 4
     assert early.temp_bytes - late.temp_bytes > 0.9 * zeros
+
+
+def test_what_is_rounded_late_stays_the_same_to_the_bit():
+    x = jnp.array([[-0.0, 0.0, jnp.nan], [jnp.inf, -1e-45, 2.0]])
+    for late in (_rewrites.rounded_late, _rewrites._with_zeros):
+        out = jax.jit(late)(x)
+        assert np.array_equal(np.array(out).view(np.uint32), np.array(x).view(np.uint32))
+    ct = jnp.ones_like(x)
+    chex.assert_trees_all_equal(jax.vjp(_rewrites.rounded_late, x)[1](ct)[0], ct)
+    chex.assert_trees_all_equal(jax.jvp(_rewrites.rounded_late, (x,), (ct,))[1], ct)
+    assert jax.vmap(_rewrites.rounded_late)(jnp.stack([x, x])).shape == (2, *x.shape)

@@ -558,6 +558,8 @@ class _Builder:
         copies = sum(size for size, _ in self.gathered(eqn)) if rule else 0
         if self.stacked:  # a scan saves what its iterations gathered in shards
             copies, working = 0, working + copies
+        if loop is not None:
+            copies += loop.copied_bytes
         found = Equation(
             index=i,
             primitive=_program.primitive_name(eqn),
@@ -743,7 +745,9 @@ class _Builder:
             tuple(graph.outputs[i] for i in carried),
             rule.made_bytes,
             sum(sizes[i] for i in in_turn if rule.mask[consts + i]),
-            sum(sizes[i] // 2 for i in in_turn if copies and graph.rounded(given[i])),
+            tuple(
+                (first + i, sizes[i] // 2) for i in in_turn if copies and graph.rounded(given[i])
+            ),
             self.backend.makes_zeros_first,
         )
 

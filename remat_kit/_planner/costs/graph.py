@@ -89,8 +89,9 @@ class Loop:
         stacked_bytes: bytes of the residuals that all iterations save without a plan.
         gradient_bytes: bytes of the gradients of the stacked inputs, of which each iteration reads
             its own slice.
-        copied_bytes: bytes of the copies of stacked inputs in half precision. The compiler makes
-            them before the first iteration, and they are live until the end of the backward pass.
+        copied: stacked inputs of which the compiler makes copies in half precision before the first
+            iteration: pairs of the body's input tensor and the bytes of the copy. The copies are
+            live until the loop's backward pass ends. Inputs that only regions read are not copied.
         early: whether the compiler creates the zeros, in which these gradients are accumulated,
             before everything else. It can, because they depend on nothing.
     """
@@ -101,13 +102,18 @@ class Loop:
     handed: tuple[int, ...]
     stacked_bytes: int
     gradient_bytes: int
-    copied_bytes: int
+    copied: tuple[tuple[int, int], ...]
     early: bool
 
     @property
     def carry_bytes(self) -> int:
         """Bytes of the active arrays in the carry."""
         return sum(size for _, size in self.carry)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the copies of stacked inputs without a plan."""
+        return sum(size for _, size in self.copied)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +269,7 @@ class CostGraph:
 
     @functools.cached_property
     def standing_bytes(self) -> tuple[int, ...]:
-        """Bytes of gradients and copied arguments while the backward pass is at each equation.
+        """Bytes of gradients while the backward pass is at each equation.
 
         The last entry is for the time before the backward pass. A compiler reserves memory for each
         result from the start. Until the result is computed, one temporary at a time may use this
@@ -272,8 +278,7 @@ class CostGraph:
         for CPU and CUDA, jax 0.12; a program for TPU reuses little). The gradients in the body of a
         scan are not yet results of the program, so no memory is reserved for them.
         """
-        out = [0] * len(self.equations)
-        out.append(sum(e.loop.copied_bytes for e in self.equations if e.loop is not None))
+        out = [0] * (len(self.equations) + 1)
         begins: dict[int, list[int]] = {}  # where gradients begin, by their bytes
         for tensor in self.tensors:
             if tensor.gradient_bytes and tensor.users:

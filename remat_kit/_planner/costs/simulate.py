@@ -544,6 +544,13 @@ def _stored(
     return {t: size // (2 if halved(t) else 1) for t, size in some}
 
 
+def _copied(loop: Loop, body: Schedule[int]) -> int:
+    """Return the bytes of the copies of the stacked inputs that a body reads outside of regions."""
+    outside = {i for s in body if s.plain for i in range(s.start, s.stop)}
+    tensors = loop.graph.tensors
+    return sum(size for t, size in loop.copied if not outside.isdisjoint(tensors[t].users))
+
+
 def loop_cost(loop: Loop, plan: LoopPlan[int], host_bandwidth: float = math.inf) -> Simulated:
     """Return the cost of a scan under a plan, as `simulate` does for a program."""
     saved = host = 0
@@ -580,6 +587,7 @@ def loop_cost(loop: Loop, plan: LoopPlan[int], host_bandwidth: float = math.inf)
             working += min(group, times) * kept
             flops += times * loop.graph.forward_flops
             seconds += times * loop.graph.forward_seconds
+        saved += _copied(loop, body) * times // loop.length
         transient = max(transient, working)
     if len(plan) > 1:  # each range stacks its own gradients, which are joined at the end
         if loop.early:

@@ -1,5 +1,6 @@
 """The cost graph of a loss, and the simulation of schedules over it."""
 
+import dataclasses
 import math
 
 import jax
@@ -85,7 +86,13 @@ def test_tpus_copy_the_matrices_of_a_scan_in_half_precision(chip, precision, cop
     graph = _build.trace(loss, args, target(chip))
     (scan,) = [e.loop for e in graph.equations if e.loop]
     assert scan.copied_bytes == copied
-    assert set(graph.standing_bytes) == {3 * 16 * 16 * 4 + copied}
+    bare = dataclasses.replace(scan, copied=())
+    whole = Segment(0, len(scan.graph.equations))
+    for body, counted in ((dataclasses.replace(whole, plain=True), copied), (whole, 0)):
+        saved = [
+            _simulate.loop_cost(s, (LoopPart(3, 1, (body,)),)).saved_bytes for s in (scan, bare)
+        ]
+        assert saved[0] - saved[1] == counted
 
 
 @pytest.mark.slow
@@ -94,8 +101,11 @@ def test_predictions_of_scans_on_a_tpu_are_what_its_compiler_says():
     loss = stack(lambda x, w: x + jnp.tanh(jnp.sin(x @ w)))
     args = struct(8, 4096, 4096), struct(8192, 4096)
     found = remat_kit.frontier(loss, *args, target="tpu-v5e")
-    # Not of a body that is one region: its transients fuse better than modelled.
-    for point in found.points[-2:]:
+    alike = [p for p in found.points if len(dict(p.schedule[0].loops)[0]) == 1]
+    assert len(alike) > 2
+    # Not of a body that is one region: its transients fuse better than modelled. Nor of plans that
+    # run the iterations in two ways: XLA then copies the parts of the stacked matrices.
+    for point in alike[1:]:
         planned = remat_kit.policy(found.policy(point))(loss)
         compiled = remat_kit.measure(planned, *args, target="tpu-v5e")
         assert point.predicted_peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.05)
