@@ -182,6 +182,25 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.8g}") if isinstance(value, float) else value
 
 
+def packed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return rows that have the same keys as a table, which is shorter in JSON.
+
+    >>> packed([{"a": 1, "b": 2}, {"a": 3, "b": 4}])
+    {'columns': ['a', 'b'], 'values': [[1, 2], [3, 4]]}
+    """
+    names = list(rows[0]) if rows else []
+    return {"columns": names, "values": [[row[name] for name in names] for row in rows]}
+
+
+def unpacked(table: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a table that `packed` made.
+
+    >>> unpacked(packed([{"a": 1, "b": 2}]))
+    [{'a': 1, 'b': 2}]
+    """
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["values"]]
+
+
 def without(value: Any, *keys: str) -> Any:
     """Return plain values without the entries of these keys, at any depth.
 

@@ -1009,7 +1009,7 @@ def rows(cases: Sequence[Case], chip: str) -> Iterator[dict[str, Any]]:
                 "size": dict(case.size),
                 "equations": len(graph.equations),
                 "forward_flops": graph.forward_flops,
-                "points": beside_plans(graph, found, chip),
+                "points": _common.packed(beside_plans(graph, found, chip)),
             }
             bar.advance(job)
 
@@ -1046,7 +1046,7 @@ def rendered(report: dict[str, Any]) -> str:
             "| baseline | peak MiB | kept MiB | extra FLOPs | time | work | a plan's work |",
         ]
         lines.append("|---|---:|---:|---:|---:|---:|---:|")
-        for point in row["points"]:
+        for point in _common.unpacked(row["points"]):
             peak, kept = point["predicted_peak_bytes"] / MIB, point["saved_bytes"] / MIB
             names = ("extra_flops_fraction", "extra_seconds_fraction", "work_fraction")
             work = [point[name] for name in (*names, "plan_work_fraction")]

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import _common
 import planner
 import readme_table
 from _common import MIB, ROOT
@@ -75,7 +76,8 @@ class Row:
         """What a preset on every block computes twice, in forward passes."""
         file = f"baselines_{self.chip}"
         models = {row["model"]: row for row in loaded(f"{file}.json")["rows"]}
-        points = {point["name"]: point for point in of(models, self.baseline, file)["points"]}
+        found = _common.unpacked(of(models, self.baseline, file)["points"])
+        points = {point["name"]: point for point in found}
         return of(points, f"block {preset}", file)["extra_flops_fraction"]
 
 

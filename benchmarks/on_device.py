@@ -342,7 +342,8 @@ def run(program: Program, name: str, folder: pathlib.Path) -> dict[str, Any]:
         runners = {}
     for variant, seconds in _by_turns(runners, values).items():
         found[variant] |= {"seconds": round(statistics.median(seconds), 6), "steps": len(seconds)}
-    for variant, apart in _differences(runners, program, args).items():
+    again = values if not program.step else None  # a step has donated them
+    for variant, apart in _differences(runners, program, args, again).items():
         found[variant]["difference"] = apart
     return {
         "program": name,
@@ -366,12 +367,17 @@ def _by_turns(runners: Mapping[str, Runner], values: tuple[Any, ...]) -> dict[st
 
 
 def _differences(
-    runners: Mapping[str, Runner], program: Program, args: tuple[Any, ...]
+    runners: Mapping[str, Runner],
+    program: Program,
+    args: tuple[Any, ...],
+    values: tuple[Any, ...] | None = None,
 ) -> dict[str, float]:
-    """Return how far the results of each variant's first step are from those without a policy.
+    """Return how far the results of a first step of each variant are from those without a policy.
 
-    It is the norm of the difference of all gradients, or of all updated parameters, over the norm
-    of the gradients or parameters.
+    Values for the arguments are drawn for each variant, unless they are given.
+
+    The distance is the norm of the difference of all gradients, or of all updated parameters, over
+    the norm of the gradients or parameters.
     """
     if "none" not in runners:
         return {}
@@ -379,7 +385,7 @@ def _differences(
     import jax.numpy as jnp
 
     def gradients(runner: Runner) -> Any:
-        results = runner.call(*program.values(args))
+        results = runner.call(*(program.values(args) if values is None else values))
         return results[0] if program.step else results[1]
 
     def norm(tree: Any) -> Any:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 
+import _common
 import baselines
 import jax
 import jax.numpy as jnp
@@ -428,7 +429,8 @@ def test_baselines_table(capsys, tmp_path):
     assert path.with_suffix(".md").read_text() == out
     report = json.loads(path.read_text())
     assert baselines.rendered(report) + "\n" == out
-    names = [{point["name"] for point in row["points"]} for row in report["rows"]]
+    points = [_common.unpacked(row["points"]) for row in report["rows"]]
+    names = [{point["name"] for point in row} for row in points]
     assert {"none", "chen", "ogc", "binomial 2", "block nothing"} <= names[0]
     assert {"none", "ogc", "block nothing"} <= names[1]
     assert doctest.testmod(baselines).failed == 0
@@ -441,7 +443,7 @@ def test_no_baseline_beats_the_plans(name, chip):
     (row,) = baselines.rows([baselines.CASES[name]], chip)
     worse = {
         point["name"]: (point["work_fraction"], point["plan_work_fraction"])
-        for point in row["points"]
+        for point in _common.unpacked(row["points"])
         if point["plan_work_fraction"] is None
         or point["plan_work_fraction"] > point["work_fraction"] * 1.001 + 1e-9
     }
