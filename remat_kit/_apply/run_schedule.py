@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,14 @@ from remat_kit._apply import scans as _scans
 from remat_kit._apply.labels import keep_labelled, label
 from remat_kit._apply.region import run_region
 from remat_kit._backend import rewrites as _rewrites
-from remat_kit._backend.barriers import computed_once, is_key, materialized, waiting_for_gradients
+from remat_kit._backend.barriers import (
+    computed_once,
+    is_key,
+    materialized,
+    waiting_for_gradients,
+    without_delay,
+    without_delay_equations,
+)
 from remat_kit._policy import algebra as _algebra
 from remat_kit._policy import selectors as _selectors
 from remat_kit._policy.schedule import GIVEN, LoopPart, LoopPlan, Place, Schedule, Segment
@@ -136,7 +144,9 @@ class _Run:
             eqn = _rewrites.convolution_with_late_copies(eqn)
             if self.enters_regions.intersection(eqn.outvars):
                 eqn = _rewrites.relu_by_output(eqn)
-            values = [self.read(v) for v in eqn.invars]
+            values: Sequence[Any] = [self.read(v) for v in eqn.invars]
+            if not self.around.stacked:
+                values = without_delay(eqn, values)
             if place in loops:
                 outs = _scan(self.program, eqn, values, loops[place])
             else:
@@ -230,6 +240,9 @@ def _region(
     rules = [_rule(name) for name in dict.fromkeys(names.values())]
     policy = _algebra.first(*rules) if len(rules) > 1 else (rules or [_NOTHING])[0]
     named = _rounding_late(_named(part, segment, names, given), slices)
+    if not around.stacked:
+        eqns = itertools.chain.from_iterable(map(without_delay_equations, named.eqns))
+        named = dataclasses.replace(named, eqns=tuple(eqns))
     return run_region(named, policy, values, prevent_cse=around.prevent_cse, full=False)
 
 

@@ -170,6 +170,13 @@ DELAYS_KERNEL_GRADIENTS = Fact(
     {"cpu": _NEW},
 )
 
+DELAYS_WEIGHT_GRADIENTS = Fact(
+    "delays_weight_gradients",
+    "The gradients of the weights of products and convolutions are computed late, and keep what "
+    "they read live until then, so we put a barrier on the two gradients of each.",
+    {"cuda": RELEASES},
+)
+
 FUSES_SUMS_INTO_READERS = Fact(
     "fuses_sums_into_readers",
     "A sum of many arrays is computed again in each block that reads it, so that all its terms "

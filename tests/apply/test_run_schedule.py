@@ -1,6 +1,7 @@
 """What a schedule runs: which arrays its regions save, sum up and hand on."""
 
 import itertools
+import re
 
 import chex
 import jax
@@ -337,3 +338,51 @@ def test_the_matrices_of_a_scan_are_not_rounded_in_advance_on_a_tpu(around, monk
     before = remat_kit.measure(planned, *args, target="tpu-v5e").temp_bytes
     copies = 2 * 16 * 2048 * 4096 * 2
     assert before - found == pytest.approx(copies, rel=0.15)
+
+
+def dense(ws, x):
+    for up, bias, down, last in ws:
+        x = x + jax.nn.gelu(x @ up + bias[None]) @ down + last[None]
+    return jnp.sum(x)
+
+
+def layer_by_layer(plain=()):
+    """Return the dense layers with a region for each of them, or with some of them plain."""
+    layer = struct(512, 2048), struct(2048), struct(2048, 512), struct(512)
+    args = [layer] * 8, struct(256, 512)
+    graph = remat_kit.frontier(dense, *args).graph
+    products = [e.index for e in graph.equations if e.primitive == "dot_general"]
+    bounds = [0, *products[2::2], len(graph.equations)]
+    schedule = tuple(
+        Segment(lo, hi, plain=number in plain)
+        for number, (lo, hi) in enumerate(itertools.pairwise(bounds))
+    )
+    return remat_kit.policy(_frontier.policy_of(graph, schedule))(dense), args
+
+
+@pytest.mark.parametrize("plain", [(), (1, 2, 7), range(8)])
+def test_each_product_outside_of_scans_has_a_barrier_for_its_gradients(plain):
+    planned, args = layer_by_layer(plain)
+    gradient = jax.jit(jax.grad(planned, argnums=(0, 1)))
+    text, other = (
+        gradient.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cuda", "cpu")
+    )
+    pairs = "optimization_barrier %[^,]*, %[^,]* : tensor<256x512xf32>, tensor<512x2048xf32>"
+    assert len(re.findall(pairs, text)) == 8
+    assert not re.findall(pairs, other)
+    ws, x = jax.tree.map(lambda a: jnp.full(a.shape, 0.001, a.dtype), args)
+    chex.assert_trees_all_equal(*(jax.jit(jax.grad(fn))(ws, x) for fn in (planned, dense)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not target("h100").available, reason="needs the compiler for CUDA")
+def test_gradients_of_weights_are_not_put_off_on_a_gpu(monkeypatch):
+    planned, args = layer_by_layer()
+    found = remat_kit.measure(planned, *args, target="h100").temp_bytes
+    monkeypatch.setattr(_run_schedule, "without_delay_equations", lambda eqn: [eqn])
+    planned, args = layer_by_layer()
+    before = remat_kit.measure(planned, *args, target="h100").temp_bytes
+    hidden = 256 * 2048 * 4
+    assert found < 2 * hidden
+    assert before > 5 * hidden

@@ -1,8 +1,12 @@
 """Barriers that keep a compiler from undoing a schedule."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from remat_kit._backend import barriers as _barriers
 
@@ -31,3 +35,61 @@ def test_a_barrier_for_the_derivative_is_one_for_gpus_and_tpus_alone():
             *map(jax.tree.leaves, (wrap(loss)(*args), wrap(plain)(*args))), strict=True
         ):
             np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def two_layers(ws, x):
+    for w in ws:
+        eqn = jax.make_jaxpr(jnp.matmul)(x, w).eqns[-1]
+        x = jnp.tanh(jnp.matmul(*_barriers.without_delay(eqn, [x, w])))
+    return jnp.sum(x)
+
+
+def barriers(fn, *args, platform="cuda", **how):
+    traced = jax.jit(fn, **how).trace(*args)
+    return traced.lower(lowering_platforms=(platform,)).as_text().count("optimization_barrier")
+
+
+def test_the_two_gradients_of_a_product_wait_for_each_other_on_gpus():
+    args = [np.full((4, 4), 0.3, np.float32)] * 2, np.full((2, 4), 0.2, np.float32)
+    gradient = jax.grad(two_layers, argnums=(0, 1))
+    assert [barriers(gradient, *args, platform=p) for p in ("cuda", "cpu", "tpu")] == [2, 0, 0]
+    assert barriers(two_layers, *args) == 0  # a loss that nobody differentiates has none
+    assert barriers(lambda *args: jax.vmap(gradient)(*args), *stacked(args)) == 2
+
+    def plain(ws, x):
+        return jnp.sum(functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x))
+
+    chex.assert_trees_all_equal(gradient(*args), jax.grad(plain, argnums=(0, 1))(*args))
+    second = (jax.hessian(f, argnums=1)(*args) for f in (two_layers, plain))
+    chex.assert_trees_all_close(*second, rtol=1e-5)
+
+
+def stacked(args):
+    return jax.tree.map(lambda x: np.stack([x, 2 * x]), args)
+
+
+def test_gradients_that_are_summed_over_devices_do_not_hold_up_the_others():
+    """Otherwise the backward pass of a layer would wait for the communication of the next one."""
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    args = [np.ones((4, 4), np.float32)] * 2, np.ones((2, 4), np.float32)
+    everywhere, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+    gradient = jax.grad(two_layers, argnums=(0, 1))
+    assert barriers(gradient, *args, in_shardings=(everywhere, rows)) == 0
+
+    # Each device of a `shard_map` computes its own gradients, and adds them up afterwards.
+    specs = PartitionSpec(), PartitionSpec("data")
+    local = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=specs)
+    assert barriers(local, *args) == 2
+
+
+def test_products_without_weights_have_no_barrier():
+    x, y = np.ones((2, 4, 4), np.float32), np.ones((4, 4), np.float32)
+    for fn, args, expected in (
+        (jnp.matmul, (x, y), True),
+        (jnp.matmul, (x, x), False),  # with a batch dimension, as the scores of an attention
+        (jnp.add, (y, y), False),
+        (lambda x: x @ y, (x,), True),
+    ):
+        eqn = jax.make_jaxpr(fn)(*args).eqns[-1]
+        assert _barriers.has_weight_gradient(eqn) is expected
+        assert len(_barriers.without_delay_equations(eqn)) == 1 + expected

@@ -353,6 +353,25 @@ def delays_kernel_gradients(platform):
     return compared(make, args, platform, (rewrites, "kernel_first", NO_BARRIER))
 
 
+def delays_weight_gradients(platform):
+    """Each region is two dense layers with biases, whose gradients are sums over the rows."""
+
+    def stack(ws, x):
+        for up, bias, down, last in ws:
+            x = x + jax.nn.gelu(x @ up + bias[None]) @ down + last[None]
+        return jnp.sum(x)
+
+    def lines(names):
+        products = [i for i, name in enumerate(names) if name == "dot_general"]
+        bounds = dict.fromkeys([0, *products[2::2], len(names)])
+        return [f"{lo}:{hi}" for lo, hi in itertools.pairwise(bounds)]
+
+    layer = struct(512, 2048), struct(2048), struct(2048, 512), struct(512)
+    args = [layer] * 8, struct(256, 512)
+    without = run_schedule, "without_delay_equations", lambda eqn: [eqn]
+    return compared(planned(stack, args, lines), args, platform, without)
+
+
 def fuses_sums_into_readers(platform):
     """A residual stream runs through blocks, and the sum of each block is read by later ones.
 
