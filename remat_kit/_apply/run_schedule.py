@@ -145,7 +145,7 @@ class _Run:
             if self.enters_regions.intersection(eqn.outvars):
                 eqn = _rewrites.relu_by_output(eqn)
             values: Sequence[Any] = [self.read(v) for v in eqn.invars]
-            if not self.around.stacked:
+            if self.around.depth and not self.around.stacked:
                 values = without_delay(eqn, values)
             if place in loops:
                 outs = _scan(self.program, eqn, values, loops[place])

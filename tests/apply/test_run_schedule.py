@@ -346,8 +346,11 @@ def dense(ws, x):
     return jnp.sum(x)
 
 
-def layer_by_layer(plain=()):
-    """Return the dense layers with a region for each of them, or with some of them plain."""
+def layer_by_layer(plain=(), around=False):
+    """Return the dense layers with a region for each of them, all in one region or not.
+
+    Some of the layers may be plain.
+    """
     layer = struct(512, 2048), struct(2048), struct(2048, 512), struct(512)
     args = [layer] * 8, struct(256, 512)
     graph = remat_kit.frontier(dense, *args).graph
@@ -357,22 +360,34 @@ def layer_by_layer(plain=()):
         Segment(lo, hi, plain=number in plain)
         for number, (lo, hi) in enumerate(itertools.pairwise(bounds))
     )
+    if around:
+        schedule = (Segment(0, bounds[-1], inside=schedule),)
     return remat_kit.policy(_frontier.policy_of(graph, schedule))(dense), args
 
 
-@pytest.mark.parametrize("plain", [(), (1, 2, 7), range(8)])
-def test_each_product_outside_of_scans_has_a_barrier_for_its_gradients(plain):
-    planned, args = layer_by_layer(plain)
+@pytest.mark.parametrize(
+    ("plain", "around", "expected"),
+    [((), False, 8), ((1, 2, 7), False, 5), ((1, 2, 7), True, 8)],
+)
+def test_each_product_that_is_recomputed_has_a_barrier_for_its_gradients(plain, around, expected):
+    planned, args = layer_by_layer(plain, around)
     gradient = jax.jit(jax.grad(planned, argnums=(0, 1)))
     text, other = (
         gradient.trace(*args).lower(lowering_platforms=(platform,)).as_text()
         for platform in ("cuda", "cpu")
     )
     pairs = "optimization_barrier %[^,]*, %[^,]* : tensor<256x512xf32>, tensor<512x2048xf32>"
-    assert len(re.findall(pairs, text)) == 8
+    assert len(re.findall(pairs, text)) == expected
     assert not re.findall(pairs, other)
     ws, x = jax.tree.map(lambda a: jnp.full(a.shape, 0.001, a.dtype), args)
     chex.assert_trees_all_equal(*(jax.jit(jax.grad(fn))(ws, x) for fn in (planned, dense)))
+
+
+def test_products_in_the_body_of_a_scan_have_no_barrier_for_their_gradients():
+    planned, args = in_regions(False, 64)
+    gradient = jax.jit(jax.grad(planned)).trace(*args)
+    text = gradient.lower(lowering_platforms=("cuda",)).as_text()
+    assert not re.findall("optimization_barrier %[^,]*, %[^,]* : .*tensor<64x128x", text)
 
 
 @pytest.mark.slow
