@@ -115,8 +115,9 @@ class Frontier:
             per block.
         blocks: of a partitioned loss, the schedules that recompute each repeated block as a whole.
             `plan` compiles them too.
-        undivided: with ``pieces=True``, the points without pieces that points with pieces took the
-            place of. `plan` compiles one of them too, because the model may be wrong.
+        undivided: with ``pieces=True``, the points and leaner points without pieces that points
+            with pieces took the place of. `plan` compiles one or two of them too, because the model
+            may be wrong.
         memory_bytes: the memory of the chip in bytes.
         graph: the cost graph of the loss; of a step with several losses, that of the loss which
             needs most.
@@ -406,6 +407,7 @@ def frontier_of(
 
     whole = every = points(_proposals.pareto(found, worth))
     leaner = points(_proposals.leaner(found, worth))
+    without = (*whole, *leaner)
     if pieces:
         if _pieces.has_explicit_shardings(graph):
             raise UserError(
@@ -431,7 +433,7 @@ def frontier_of(
         plain=point((Segment(0, len(graph.equations), plain=True),)),
         presets=tuple((name, point(schedule)) for name, schedule in _proposals.presets(graph)),
         blocks=tuple(map(point, blocks)),
-        undivided=tuple(p for p in whole if not any(p is q for q in every)),
+        undivided=tuple(p for p in without if not any(p is q for q in (*every, *leaner))),
         memory_bytes=chip.memory_bytes,
         graph=graph,
     )

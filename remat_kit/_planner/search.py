@@ -271,8 +271,10 @@ class Search:
                     break
                 tried[choice] = self.predicted(choice)
                 self.compile(choice)
-            choice = self.without_pieces(budget, limit)
-            if choice is not None:
+            for _ in range(2 if limit is None else 1):
+                choice = self.without_pieces(budget, limit)
+                if choice is None:
+                    break
                 tried[choice] = self.predicted(choice)
                 self.compile(choice)
             while (choice := self.unlike_predicted(limit)) is not None:
@@ -329,7 +331,9 @@ class Search:
 
         The model predicts that each point without pieces needs more memory or more work than one
         with pieces. Loops over pieces compile in another way, so the model may be wrong by more
-        than the difference.
+        than the difference. For the least memory, this is first the point with the lowest peak.
+        Once that is compiled, it is the point that saves the fewest bytes of those whose predicted
+        peaks are below all compiled ones.
         """
         if budget == "free" or not self.has_pieces:
             return None
@@ -337,7 +341,13 @@ class Search:
         whole = [p for p, point in enumerate(points) if point.graph is None]
         if limit is None:
             least = min(whole, key=lambda p: points[p].predicted_peak_bytes)
-            return least if self.is_new(least) else None
+            if self.is_new(least):
+                return least
+            lowest = min((self.measured(p) or 0 for p in self.fitting(None)), default=math.inf)
+            leaner = [
+                p for p in whole if self.is_new(p) and points[p].predicted_peak_bytes < lowest
+            ]
+            return min(leaner, key=lambda p: points[p].saved_bytes, default=None)
         most = points[self.best(budget, limit)].extra_work if self.fitting(limit) else math.inf
         better = [
             p

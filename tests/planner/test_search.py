@@ -307,6 +307,38 @@ def test_for_the_least_memory_plans_with_pieces_that_compute_less_are_compiled_t
     assert set(search.known) == {0, 1, 2, 4}
 
 
+def test_for_the_least_memory_a_leaner_plan_without_pieces_is_compiled_too(monkeypatch):
+    """It saves fewer bytes than another one with the same predicted peak.
+
+    This was seen for plans of a GPT with 48 layers on an H100.
+    """
+    measured = {0: 120, 1: 130, 2: 110}
+
+    def compiled(self, place):
+        return measured.get(place, 300) << 30, 0.0
+
+    pretended(monkeypatch, compiled)
+    search = search_of(head, ARGS, compiles=1, pieces=True)
+    first = next(p for p in search.points if p.graph is not None)
+    passes = search.frontier.forward_seconds
+    points = [
+        dataclasses.replace(
+            first,
+            graph=first.graph if place == 0 else None,
+            predicted_peak_bytes=peak << 30,
+            saved_bytes=saved << 30,
+            extra_work=passes * work,
+        )
+        for place, (peak, saved, work) in enumerate([(100, 5, 1.0), (105, 50, 0.5), (105, 10, 0.9)])
+    ]
+    search.points = (*points, search.points[-1])
+    search.plain, search.blocks, search.leaner = 3, range(0), range(0)
+    search.compile(3)
+    search.known[3] = dataclasses.replace(search.known[3], peak_bytes=300 << 30)
+    assert search.run("min").place == 2
+    assert set(search.known) == {0, 1, 2, 3}
+
+
 @pytest.mark.parametrize("is_least", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_plans_with_pieces_are_compared_with_one_without(monkeypatch, is_least):
     """Those with pieces compile to far more than predicted, and so others are better."""
