@@ -7,6 +7,7 @@ and changes nothing on the others.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,9 +33,31 @@ from remat_kit._jax import (
 # -- the primitives -------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class Barrier:
+    """A barrier on values, or on the operands of an equation."""
+
+    primitive: Any
+
+    def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Return the values, all of which are there when one of them is."""
+        return self.primitive.bind(*values) if values else []
+
+    def before(self, eqn: Any) -> list[Any]:
+        """Return the equation of a barrier on an equation's operands, and the equation behind it.
+
+        All operands must be variables.
+        """
+        there = [type(v)(v.aval) for v in eqn.invars]
+        own = eqn.replace(
+            primitive=self.primitive, params={}, outvars=there, effects=core.no_effects
+        )
+        return [own, eqn.replace(invars=there)]
+
+
 def barrier(
     platforms: Sequence[str], *, backward_only: bool = False, one_device: bool = False
-) -> Any:
+) -> Barrier:
     """Return a barrier for these compilers; for all others, it is the identity.
 
     The results are there when all operands are, and so are their cotangents. With ``one_device`` it
@@ -48,18 +71,15 @@ def barrier(
         own_primitive("remat_kit_barrier", "optimization_barrier") for _ in range(3)
     )
 
-    def behind(barrier: Any, values: Sequence[Any]) -> list[Any]:
-        return barrier.bind(*values) if values else []
-
     def nonzero_only(barrier: Any, values: Sequence[Any]) -> list[Any]:
         """Leave symbolic zeros out: a barrier would allocate an array for each of them."""
-        there = iter(behind(barrier, [v for v in values if type(v) is not ad_util.Zero]))
+        there = iter(Barrier(barrier)([v for v in values if type(v) is not ad_util.Zero]))
         return [v if type(v) is ad_util.Zero else next(there) for v in values]
 
     def jvp(primals: Any, tangents: Any) -> Any:
         # The same tracers are returned, so that a scan does not stack a value twice, once before
         # the barrier and once after it.
-        through = list(primals) if backward_only else behind(primitive, primals)
+        through = list(primals) if backward_only else Barrier(primitive)(primals)
         return through, nonzero_only(linear, tangents)
 
     def transpose(cts: Any, *primals: Any) -> Any:
@@ -99,7 +119,7 @@ def barrier(
             if each is not primitive or not backward_only:
                 mlir.register_lowering(each, lowered, platform)
     partial_eval.dce_rules[linear] = dce
-    return functools.partial(behind, primitive)
+    return Barrier(primitive)
 
 
 def _batched_alike(primitive: Any, values: Any, dims: Any) -> Any:
@@ -196,11 +216,7 @@ def without_delay(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 def without_delay_equations(eqn: Any) -> list[Any]:
     """Return the equations that evaluate an equation on the values from `without_delay`."""
-    if not has_weight_gradient(eqn):
-        return [eqn]
-    (waits,) = jax.make_jaxpr(lambda *v: _side_by_side([*v]))(*(v.aval for v in eqn.invars)).eqns
-    waits = waits.replace(invars=eqn.invars, source_info=eqn.source_info, ctx=eqn.ctx)
-    return [waits, eqn.replace(invars=waits.outvars)]
+    return _side_by_side.before(eqn) if has_weight_gradient(eqn) else [eqn]
 
 
 def has_weight_gradient(eqn: Any) -> bool:
