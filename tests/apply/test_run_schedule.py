@@ -388,16 +388,3 @@ def test_products_in_the_body_of_a_scan_have_no_barrier_for_their_gradients():
     gradient = jax.jit(jax.grad(planned)).trace(*args)
     text = gradient.lower(lowering_platforms=("cuda",)).as_text()
     assert not re.findall("optimization_barrier %[^,]*, %[^,]* : .*tensor<64x128x", text)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not target("h100").available, reason="needs the compiler for CUDA")
-def test_gradients_of_weights_are_not_put_off_on_a_gpu(monkeypatch):
-    planned, args = layer_by_layer()
-    found = remat_kit.measure(planned, *args, target="h100").temp_bytes
-    monkeypatch.setattr(_run_schedule, "without_delay_equations", lambda eqn: [eqn])
-    planned, args = layer_by_layer()
-    before = remat_kit.measure(planned, *args, target="h100").temp_bytes
-    hidden = 256 * 2048 * 4
-    assert found < 2 * hidden
-    assert before > 5 * hidden

@@ -282,6 +282,26 @@ def test_points_that_the_model_cannot_tell_apart_are_compiled_while_compiles_are
     assert search.unlike_predicted(2 * first.predicted_peak_bytes) is None
 
 
+def with_points(search, *rows):
+    """Give a search other points: their peaks in GiB, their work in passes, and what else differs.
+
+    The points have pieces unless a row says something else. The plain program takes 300 GiB.
+    """
+    first = next(p for p in search.points if p.graph is not None)
+    passes = search.frontier.forward_seconds
+    points = [
+        dataclasses.replace(
+            first, predicted_peak_bytes=peak << 30, extra_work=passes * work, **changes
+        )
+        for peak, work, changes in rows
+    ]
+    plain = len(points)
+    search.points = (*points, search.points[-1])
+    search.plain, search.blocks, search.leaner = plain, range(0), range(0)
+    search.compile(plain)
+    search.known[plain] = dataclasses.replace(search.known[plain], peak_bytes=300 << 30)
+
+
 def test_for_the_least_memory_plans_with_pieces_that_compute_less_are_compiled_too(monkeypatch):
     """The leanest ones by the prediction compile to much more, and one that computes less does not.
 
@@ -293,16 +313,7 @@ def test_for_the_least_memory_plans_with_pieces_that_compute_less_are_compiled_t
 
     pretended(monkeypatch, compiled)
     search = search_of(head, ARGS, pieces=True)
-    first = next(p for p in search.points if p.graph is not None)
-    passes = search.frontier.forward_seconds
-    points = [
-        dataclasses.replace(first, predicted_peak_bytes=n << 30, extra_work=passes * work)
-        for n, work in ((100, 2.0), (101, 1.9), (110, 1.0), (250, 0.5))
-    ]
-    search.points = (*points, search.points[-1])
-    search.plain, search.blocks, search.leaner = 4, range(0), range(0)
-    search.compile(4)
-    search.known[4] = dataclasses.replace(search.known[4], peak_bytes=300 << 30)
+    with_points(search, (100, 2.0, {}), (101, 1.9, {}), (110, 1.0, {}), (250, 0.5, {}))
     assert search.run("min").place == 2
     assert set(search.known) == {0, 1, 2, 4}
 
@@ -319,22 +330,13 @@ def test_for_the_least_memory_a_leaner_plan_without_pieces_is_compiled_too(monke
 
     pretended(monkeypatch, compiled)
     search = search_of(head, ARGS, compiles=1, pieces=True)
-    first = next(p for p in search.points if p.graph is not None)
-    passes = search.frontier.forward_seconds
-    points = [
-        dataclasses.replace(
-            first,
-            graph=first.graph if place == 0 else None,
-            predicted_peak_bytes=peak << 30,
-            saved_bytes=saved << 30,
-            extra_work=passes * work,
-        )
-        for place, (peak, saved, work) in enumerate([(100, 5, 1.0), (105, 50, 0.5), (105, 10, 0.9)])
-    ]
-    search.points = (*points, search.points[-1])
-    search.plain, search.blocks, search.leaner = 3, range(0), range(0)
-    search.compile(3)
-    search.known[3] = dataclasses.replace(search.known[3], peak_bytes=300 << 30)
+    whole = {"graph": None}
+    with_points(
+        search,
+        (100, 1.0, {}),
+        (105, 0.5, whole | {"saved_bytes": 50 << 30}),
+        (105, 0.9, whole | {"saved_bytes": 10 << 30}),
+    )
     assert search.run("min").place == 2
     assert set(search.known) == {0, 1, 2, 3}
 
