@@ -160,7 +160,7 @@ def _figures(search: Search, answer: Answer) -> list[Any]:
         round(point.extra_flops / (3 * point.forward_flops), 4),
         round(point.extra_seconds / step, 4),
         len(divided.divisions) if divided else 0,
-        sorted({d.pieces for d in divided.divisions}) if divided else [],
+        [*point.pieces],
     ]
 
 

@@ -388,6 +388,12 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, dict[str, Any]], ...] = (
         "compile at most N programs for each of the three plans",
         {**_NUMBER, "default": COMPILES},
     ),
+    (
+        "--pieces",
+        ("bench",),
+        "where no plan reaches a goal, try plans that run segments in pieces of an axis",
+        _FLAG,
+    ),
     ("name", ("policies",), "a preset, a recipe or a policy", {"metavar": "NAME", "nargs": "?"}),
     ("name", ("models",), "a model", {"metavar": "NAME", "nargs": "?"}),
     ("name", ("schema",), "a command, or a part of its JSON", {"metavar": "NAME", "nargs": "?"}),

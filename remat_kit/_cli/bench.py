@@ -3,19 +3,23 @@
 Feng and Huang ("Optimal gradient checkpoint search for arbitrary computation graphs", CVPR 2021)
 measured 18 models on an RTX 2080 Ti. `bench` plans one of these models for a chip three times: with
 the paper's memory, with the paper's extra work, and for the least memory. It compiles the plans and
-compares them with the paper's figures.
+compares them with the paper's figures. If it is asked to, it tries plans that run segments in
+pieces where no other plan reaches a goal.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import math
 import pathlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from remat_kit._chip.memory import temporaries
+from remat_kit._chip.target import Target
 from remat_kit._chip.target import target as find_target
 from remat_kit._cli.published import COMPILES, Published, published
 from remat_kit._errors import BuildError, UserError
@@ -54,6 +58,7 @@ class Outcome:
         bound_forward_time: a lower bound on the roofline time of any schedule with this predicted
             peak.
         step_seconds: measured time of a step, on the target ``local`` only.
+        pieces: the numbers of pieces in which the plan runs segments; empty if it runs none so.
         limit: the limit of the goal: the most work for ``"memory"``, the largest fraction of the
             memory for the others.
         reached: whether the goal is reached.
@@ -68,6 +73,7 @@ class Outcome:
     extra_step_time: float | None
     bound_forward_time: float | None
     step_seconds: float | None
+    pieces: tuple[int, ...]
     limit: float
     reached: bool
     reason: str
@@ -84,6 +90,7 @@ class Row:
         plain_temp_bytes: temporaries of the step without a plan.
         plain_step_seconds: measured time of that step, on the target ``local`` only.
         outcomes: for the paper's memory, the paper's work and the least memory.
+        pieces: whether plans with pieces were tried for the goals that no other plan reaches.
         planning_seconds: how long tracing and solving took.
         seconds: how long the whole row took.
         compiled: how many programs were compiled.
@@ -96,6 +103,7 @@ class Row:
     plain_temp_bytes: int
     plain_step_seconds: float | None
     outcomes: tuple[Outcome, ...]
+    pieces: bool
     planning_seconds: float
     seconds: float
     compiled: int
@@ -163,7 +171,7 @@ _NAMES = {"memory": "at their memory", "work": "at their work", "least": "least 
 
 
 def _cells(outcome: Outcome) -> tuple[str, ...]:
-    name = _NAMES[outcome.goal]
+    name = _NAMES[outcome.goal] + (", in pieces" if outcome.pieces else "")
     if outcome.temp_bytes is None:
         return (name, *[""] * 5, "no")
     assert outcome.fraction is not None
@@ -185,6 +193,7 @@ def bench(
     models: str | pathlib.Path | None = None,
     sizes: Mapping[str, Any] | None = None,
     compiles: int = COMPILES,
+    pieces: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Row:
     """Plan one model of the paper for a chip, three times, and compile the plans.
@@ -202,6 +211,8 @@ def bench(
         sizes: for the builder of the model; they replace those of the paper.
         compiles: how many programs may be compiled for each of the three plans, in addition to the
             one without a plan.
+        pieces: if no plan reaches a goal, also try plans that run segments in pieces, for which up
+            to the same number of programs is compiled.
         progress: called with a line of text about the current work.
 
     Raises:
@@ -216,14 +227,15 @@ def bench(
     with loaded(_address(paper, models)) as builder:
         fn, args = builder.build(chosen)
         with builder.explained((fn, args)):
-            found = _frontier.frontier(
-                fn, *args, target=chip, objective="balanced", progress=progress
-            )
-            search = Search(
-                *(fn, args, 0, chip, found, compiles, progress or silent),
-            )
-            outcomes = _Judge(search, paper).outcomes()
-    plain = search.known[search.plain]
+            judge = functools.partial(_judge, paper, fn, args, chip, compiles, progress or silent)
+            judges = [judge(pieces=False)]
+            outcomes = judges[0].outcomes()
+            again = pieces and not all(outcome.reached for outcome in outcomes)
+            if again:
+                judges.append(judge(pieces=True))
+                outcomes = tuple(map(_better, outcomes, judges[1].outcomes()))
+    searches = [judged.search for judged in judges]
+    plain = searches[0].known[searches[0].plain]
     return Row(
         published=paper,
         target=chip.name,
@@ -231,9 +243,10 @@ def bench(
         plain_temp_bytes=temporaries(plain) or 0,
         plain_step_seconds=plain.step_seconds,
         outcomes=outcomes,
-        planning_seconds=found.planning_seconds,
+        pieces=again,
+        planning_seconds=sum(search.frontier.planning_seconds for search in searches),
         seconds=time.perf_counter() - begun,
-        compiled=len(search.known),
+        compiled=sum(len(search.known) for search in searches) - len(searches) + 1,
         versions=dict(plain.versions),
     )
 
@@ -246,6 +259,35 @@ def _address(paper: Published, models: str | pathlib.Path | None) -> str:
             hint="leave --models out to use the model that comes with remat_kit",
         )
     return f"{path}:build"
+
+
+def _better(outcome: Outcome, other: Outcome) -> Outcome:
+    """Return the one that reaches the goal or, if both or neither do, the first if it is as good.
+
+    The better one for the paper's memory has less extra work; for the other goals, less memory.
+    """
+
+    def worth(found: Outcome) -> tuple[bool, float]:
+        figure = found.extra_forward if found.goal == "memory" else found.fraction
+        return not found.reached, math.inf if figure is None else figure
+
+    return min(outcome, other, key=worth)
+
+
+def _judge(
+    paper: Published,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    chip: Target,
+    compiles: int,
+    tick: Callable[[str], None],
+    *,
+    pieces: bool,
+) -> _Judge:
+    front = _frontier.frontier(
+        fn, *args, target=chip, objective="balanced", pieces=pieces, progress=tick
+    )
+    return _Judge(Search(fn, args, 0, chip, front, compiles, tick), paper)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,7 +319,8 @@ class _Judge:
         bound = found.bound_forward_time or 0.0
         reason = f"the compiled plans that fit take +{found.extra_forward:.2f} of a forward "
         reason += f"pass or more, and half of the paper's work is +{limit:.2f}; "
-        reason += f"every schedule with this peak takes at least +{bound:.2f} of its roofline time"
+        every = "every schedule with these pieces and" if found.pieces else "every schedule with"
+        reason += f"{every} this peak takes at least +{bound:.2f} of its roofline time"
         return dataclasses.replace(found, reason=reason)
 
     def _below(self, goal: str, budget: str) -> Outcome:
@@ -300,6 +343,7 @@ class _Judge:
             extra_step_time=point.extra_seconds / (forward + front.backward_seconds),
             bound_forward_time=point.bound_extra_seconds / forward,
             step_seconds=memory.step_seconds,
+            pieces=point.pieces,
             limit=limit,
             reached=False,
             reason="",
@@ -312,9 +356,10 @@ class _Judge:
     def _too_much(self, place: int) -> str:
         """Say which fraction was reached, which was expected, and what is live at the peak."""
         front, point = self.search.frontier, self.search.points[place]
+        graph = point.graph or front.graph
         start, stop = point.cost.peak_segment
-        module = front.graph.equations[min(start, front.equations - 1)].module or "the top"
-        held = "; ".join(_frontier.held_arrays(front.graph, start, stop))
+        module = graph.equations[min(start, len(graph.equations) - 1)].module or "the top"
+        held = "; ".join(_frontier.held_arrays(graph, start, stop))
         plain = max(temporaries(self.search.known[self.search.plain]) or 0, 1)
         expected = max(0, point.predicted_peak_bytes - front.argument_bytes - front.output_bytes)
         return (
@@ -332,4 +377,4 @@ def _unanswered(goal: str, limit: float, reason: str) -> Outcome:
             *("bound_forward_time", "step_seconds"),
         )
     )
-    return Outcome(goal=goal, limit=limit, reached=False, reason=reason, **nothing)
+    return Outcome(goal=goal, pieces=(), limit=limit, reached=False, reason=reason, **nothing)

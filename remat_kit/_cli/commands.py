@@ -521,6 +521,7 @@ def bench_command(options: argparse.Namespace) -> None:
             models=options.models,
             sizes=sizes,
             compiles=options.compiles,
+            pieces=options.pieces,
             progress=progress.say,
         )
     answer(options, row.to_json(), [row.table()])

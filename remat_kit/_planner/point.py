@@ -109,6 +109,12 @@ class Point:
         """Recomputed floating-point operations, as a fraction of those of the forward pass."""
         return self.extra_flops / self.forward_flops if self.forward_flops else 0.0
 
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """The numbers of pieces that segments run in, without repetition; empty if none does."""
+        divided = self.graph.divided if self.graph else None
+        return tuple(sorted({d.pieces for d in divided.divisions})) if divided else ()
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values, ready for `json.dumps`."""
         names = (

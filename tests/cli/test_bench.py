@@ -112,6 +112,35 @@ def test_work_is_judged_by_half_of_theirs(search):
     assert least.reached
 
 
+def test_pieces_are_tried_where_a_goal_is_missed(row, monkeypatch):
+    """The first convolutions hold most of the memory, also of the leanest plan without pieces."""
+    sizes = SMALL | {"batch": 32, "width": 8}
+    asked = {"models": MODELS, "sizes": sizes, "compiles": 1}
+    line = dataclasses.replace(_published.published("vgg11"), plain_mib=100, least_mib=20)
+    monkeypatch.setattr(_bench, "published", lambda arch: line)
+    pieced = _bench.bench("vgg11", "cpu", pieces=True, **asked)
+    assert pieced.pieces
+    assert not row.pieces
+    for outcome in pieced.outcomes:
+        assert outcome.reached
+        assert outcome.pieces
+    assert "least memory, in pieces" in pieced.table().text()
+    wanted = ogc_table._wanted("vgg11", "cpu", sizes, 1)
+    table = ogc_table.rendered(ogc_table.reported([], [pieced.to_json() | wanted]))
+    assert "| VGG-11 | least memory, in pieces |" in table
+
+
+def test_a_reached_goal_stays_without_pieces(row):
+    least = dataclasses.replace(row.outcomes[-1], reached=True, fraction=0.5)
+    pieced = dataclasses.replace(least, fraction=0.4, pieces=(4,))
+    assert _bench._better(least, least) is least
+    assert _bench._better(dataclasses.replace(least, reached=False), pieced) is pieced
+    nothing = dataclasses.replace(row.outcomes[0], reached=False, extra_forward=None)
+    far = dataclasses.replace(nothing, extra_forward=0.9, pieces=(4,))
+    assert _bench._better(nothing, far) is far
+    assert _bench._better(nothing, nothing) is nothing
+
+
 def test_measured_steps_are_shown(row):
     outcomes = [dataclasses.replace(outcome, step_seconds=0.5) for outcome in row.outcomes]
     timed = dataclasses.replace(
@@ -170,6 +199,7 @@ def test_table_is_kept_row_by_row_and_taken_up_again(row, capsys, tmp_path, monk
     path = tmp_path / "table.json"
     asked = ["--target", "cpu", "--arch", "vgg13", "vgg11", "--json", str(path)]
     taken = []
+    row = dataclasses.replace(row, pieces=True)
 
     def bench(arch, *args, **kwargs):
         taken.append(arch)
@@ -203,6 +233,14 @@ def test_table_is_kept_row_by_row_and_taken_up_again(row, capsys, tmp_path, monk
     assert "†" not in path.with_suffix(".md").read_text()
     assert ogc_table.main([*asked, "--fresh"]) == 0
     assert taken[4:] == ["vgg11", "vgg13"]
+    report = json.loads(path.read_text())
+    for old in report["rows"]:  # pieces were not tried, and only one of the two misses a goal
+        old["pieces"] = False
+        reached = {"reached": old["arch"] == "vgg11", "reason": "too much"}
+        old["outcomes"] = [{**outcome, **reached} for outcome in old["outcomes"]]
+    path.write_text(json.dumps(report))
+    assert ogc_table.main(asked) == 0
+    assert taken[6:] == ["vgg13"]
 
 
 @pytest.mark.slow  # pytest -m slow tests/cli/test_bench.py

@@ -49,6 +49,7 @@ def test_a_point_is_plain_data_without_its_schedule(point):
         "graph",
         "least",
     }
+    assert point.pieces == ()
     assert set(plain) == fields | {"extra_flops_fraction"}
     assert plain["predicted_peak_bytes"] == 4096
     assert plain["extra_flops"] == point.extra_flops
