@@ -170,6 +170,13 @@ DELAYS_KERNEL_GRADIENTS = Fact(
     {"cpu": _NEW},
 )
 
+CONVOLVES_SLOWLY_IN_LOOPS = Fact(
+    "convolves_slowly_in_loops",
+    "A convolution in a loop is not transposed to the order of axes that has a fast kernel, as it "
+    "is outside of loops, so we transpose it in the loops over pieces.",
+    {"cpu": RELEASES},
+)
+
 DELAYS_WEIGHT_GRADIENTS = Fact(
     "delays_weight_gradients",
     "The gradients of the weights of products and convolutions are computed late, and keep what "

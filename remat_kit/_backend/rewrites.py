@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
@@ -142,7 +143,7 @@ def evaluated_on_piece(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
         return None
     given = tuple(sorted(eqn.params.items())) if eqn.primitive.name in _LEAN else ()
     if eqn.primitive is _CONV:
-        return [_convolution(given)(*values)]
+        return [_convolution(given, _looped_p)(*values)]
     if lean_pooling(eqn) is not eqn:
         return [_pooled(eqn.primitive, given)(*values)]
     if eqn.primitive.name == "custom_jvp_call" and rule_of(eqn) is jax.nn.relu.jvp:
@@ -187,31 +188,46 @@ def convolution_with_late_copies(eqn: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _convolution(given: tuple[tuple[str, Any], ...]) -> Any:
+def _convolution(given: tuple[tuple[str, Any], ...], conv: Any = _CONV) -> Any:
+    """Return a convolution with the derivative above, made of JAX's primitive or of `_looped_p`."""
     params = dict(given)
 
     @jax.custom_jvp
     def convolution(x: Any, kernel: Any) -> Any:
-        return _CONV.bind(x, kernel, **params)
+        return conv.bind(x, kernel, **params)
 
     def derivative(primals: Any, tangents: Any) -> Any:
         (x, kernel), (dx, dkernel) = primals, tangents
-        out = _CONV.bind(x, kernel, **params)
+        out = conv.bind(x, kernel, **params)
         given = [type(t) is not SymbolicZero for t in (dx, dkernel)]
         if all(given):
-            return out, _both_p.bind(dx, dkernel, x, kernel, **params)
+            return out, _both_p.bind(dx, dkernel, x, kernel, conv=conv, **params)
         if given[0]:
-            return out, _CONV.bind(dx, kernel, **params)
-        return out, _conv_p.bind(x, dkernel, **params) if given[1] else jnp.zeros_like(out)
+            return out, conv.bind(dx, kernel, **params)
+        if given[1]:
+            return out, _conv_p.bind(x, dkernel, conv=conv, **params)
+        return out, jnp.zeros_like(out)
 
     convolution.defjvp(derivative, symbolic_zeros=True)
     return convolution
 
 
-def _conv_transpose(ct: Any, x: Any, kernel: Any, **params: Any) -> list[Any]:
+def _conv_transpose(ct: Any, x: Any, kernel: Any, *, conv: Any, **params: Any) -> list[Any]:
     if ad.is_undefined_primal(kernel) and type(ct) is not ad_util.Zero:
         x = _after_p.bind(x, ct)
-    return ad.primitive_transposes[_CONV](ct, x, kernel, **params)
+    return ad.primitive_transposes[conv](ct, x, kernel, **params)
+
+
+def _conv_jvp(primals: Any, tangents: Any, *, conv: Any, **params: Any) -> Any:
+    return ad.primitive_jvps[conv](primals, tangents, **params)
+
+
+def _batched_conv(*args: Any, conv: Any = None, **params: Any) -> Any:
+    return batching.fancy_primitive_batchers[_CONV](*args, **params)
+
+
+def _shape_of_conv(*avals: Any, conv: Any = None, **params: Any) -> Any:
+    return _CONV.abstract_eval(*avals, **params)
 
 
 _conv_p = own_primitive("remat_kit_conv", _CONV.name)
@@ -220,16 +236,96 @@ _conv_p = own_primitive("remat_kit_conv", _CONV.name)
 _conv_p.def_impl(functools.partial(dispatch.apply_primitive, _conv_p))
 
 
-_conv_p.def_effectful_abstract_eval(_CONV.abstract_eval)
+_conv_p.def_effectful_abstract_eval(_shape_of_conv)
 
 
-ad.primitive_jvps[_conv_p] = ad.primitive_jvps[_CONV]
+ad.primitive_jvps[_conv_p] = _conv_jvp
 
 
 ad.primitive_transposes[_conv_p] = _conv_transpose
 
 
-batching.fancy_primitive_batchers[_conv_p] = batching.fancy_primitive_batchers[_CONV]
+batching.fancy_primitive_batchers[_conv_p] = _batched_conv
+
+
+_FAST_ORDER = {
+    3: ("NWC", "WIO", "NWC"),
+    4: ("NHWC", "HWIO", "NHWC"),
+    5: ("NDHWC", "DHWIO", "NDHWC"),
+}
+
+
+# XLA's CPU compiler has a fast convolution for axes in the order NHWC, HWIO and NHWC. It transposes
+# the operands of other convolutions, such as all gradients, but not of those in loops, which run in
+# plain nested loops and take 40 to 80 times as long. This is JAX's primitive for the bodies of our
+# loops; on CPUs it transposes there. Seen on jax 0.10.2 and 0.12.
+_looped_p = own_primitive("remat_kit_conv_in_loop", _CONV.name)
+
+
+_looped_p.def_impl(functools.partial(dispatch.apply_primitive, _looped_p))
+
+
+_looped_p.def_effectful_abstract_eval(_shape_of_conv)
+
+
+def _looped_transpose(ct: Any, *operands: Any, **params: Any) -> list[Any]:
+    """Return the cotangent of one operand by JAX's rule, of convolutions for loops."""
+    at = [ad.is_undefined_primal(v) for v in operands].index(True)
+    if type(ct) is ad_util.Zero:
+        return [None, None]
+
+    def by_rule(ct: Any, known: Any) -> Any:
+        given = [known, known]
+        given[at] = operands[at]
+        return ad.primitive_transposes[_CONV](ct, *given, **params)[at]
+
+    values = ct, operands[1 - at]
+    closed = jax.make_jaxpr(by_rule)(*map(jax.typeof, values))
+    assert not closed.consts
+    eqns = [
+        eqn.replace(primitive=_looped_p) if eqn.primitive is _CONV else eqn
+        for eqn in closed.jaxpr.eqns
+    ]
+    looped = _jax.jaxpr_of(closed.jaxpr.invars, closed.jaxpr.outvars, eqns)
+    found: list[Any] = [None, None]
+    (found[at],) = jec.jaxpr_as_fun(jec.ClosedJaxpr(looped, ()))(*values)
+    return found
+
+
+ad.defjvp(
+    _looped_p,
+    lambda dx, x, kernel, **params: _looped_p.bind(dx, kernel, **params),
+    lambda dkernel, x, kernel, **params: _looped_p.bind(x, dkernel, **params),
+)
+
+
+ad.primitive_transposes[_looped_p] = _looped_transpose
+
+
+batching.fancy_primitive_batchers[_looped_p] = _batched_conv
+
+
+def _in_fast_order(x: Any, kernel: Any, *, dimension_numbers: Any, **params: Any) -> Any:
+    """Convolve arrays that are transposed to the order of axes for which XLA:CPU is fast.
+
+    The gradient of the input of a grouped convolution has few products for each element. It is
+    faster without.
+    """
+    specs = dimension_numbers
+    if x.ndim not in _FAST_ORDER or params["feature_group_count"] > 1:
+        return _CONV.bind(x, kernel, dimension_numbers=specs, **params)
+    fast = jax.lax.conv_dimension_numbers(x.shape, kernel.shape, _FAST_ORDER[x.ndim])
+    if specs == fast:
+        return _CONV.bind(x, kernel, dimension_numbers=specs, **params)
+    x, kernel = (
+        jax.lax.transpose(v, [old[new.index(axis)] for axis in range(v.ndim)])
+        for v, old, new in (
+            (x, specs.lhs_spec, fast.lhs_spec),
+            (kernel, specs.rhs_spec, fast.rhs_spec),
+        )
+    )
+    out = _CONV.bind(x, kernel, dimension_numbers=fast, **params)
+    return jax.lax.transpose(out, [fast.out_spec[specs.out_spec.index(a)] for a in range(out.ndim)])
 
 
 # The derivative with respect to both arguments. The gradient of the kernel is computed first, so
@@ -242,27 +338,28 @@ _both_p.def_impl(functools.partial(dispatch.apply_primitive, _both_p))
 
 
 _both_p.def_abstract_eval(
-    lambda dx, dkernel, x, kernel, **params: _CONV.abstract_eval(dx, kernel, **params)[0]
+    lambda dx, dkernel, x, kernel, **params: _shape_of_conv(dx, kernel, **params)[0]
 )
 
 
-def _both(dx: Any, dkernel: Any, x: Any, kernel: Any, **params: Any) -> Any:
-    return jax.lax.add(_CONV.bind(dx, kernel, **params), _conv_p.bind(x, dkernel, **params))
+def _both(dx: Any, dkernel: Any, x: Any, kernel: Any, *, conv: Any, **params: Any) -> Any:
+    of_input = conv.bind(dx, kernel, **params)
+    return jax.lax.add(of_input, _conv_p.bind(x, dkernel, conv=conv, **params))
 
 
 def _both_transpose(
-    ct: Any, dx: Any, dkernel: Any, x: Any, kernel: Any, **params: Any
+    ct: Any, dx: Any, dkernel: Any, x: Any, kernel: Any, *, conv: Any, **params: Any
 ) -> list[Any]:
     if type(ct) is ad_util.Zero:
         return [None] * 4
     given = [ad.is_undefined_primal(v) for v in (dx, dkernel)]  # a tangent may be a known zero
     found: list[Any] = [None] * 4
     if given[1]:
-        found[1] = _conv_transpose(ct, x, dkernel, **params)[1]
+        found[1] = _conv_transpose(ct, x, dkernel, conv=conv, **params)[1]
     if all(given):
         kernel, found[1] = kernel_first([kernel, found[1]])
     if given[0]:
-        found[0] = ad.primitive_transposes[_CONV](ct, dx, kernel, **params)[0]
+        found[0] = ad.primitive_transposes[conv](ct, dx, kernel, **params)[0]
     return found
 
 
@@ -518,7 +615,13 @@ _lower(_scatter_p, _late_scatter, _facts.SCATTERS_WINDOW_GRADIENTS)
 _lower(_scatter_p, _by_place, _facts.INDEXES_WINDOWS)
 
 
-_lower(_conv_p, _CONV.bind)
+_lower(_conv_p, lambda x, kernel, conv, **params: conv.bind(x, kernel, **params))
+
+
+_lower(_looped_p, _CONV.bind)
+
+
+_lower(_looped_p, _in_fast_order, _facts.CONVOLVES_SLOWLY_IN_LOOPS)
 
 
 _lower(_both_p, _both)

@@ -353,6 +353,30 @@ def delays_kernel_gradients(platform):
     return compared(make, args, platform, (rewrites, "kernel_first", NO_BARRIER))
 
 
+def convolves_slowly_in_loops(platform):
+    """The gradients of a convolution, outside of a loop and in one."""
+
+    def gradients(x, kernel, ct):
+        return jax.vjp(convolution, x, kernel)[1](ct)
+
+    def looped(x, kernel, cts):
+        return jax.lax.map(lambda ct: gradients(x, kernel, ct), cts)
+
+    fast = "dim_labels=b01f_01io->b01f"
+    image = (4, 64, 64, 32)
+    args = struct(*image), struct(3, 3, 32, 32)
+    outside, inside = (
+        compiled(fn, *args, struct(*shape), platform=platform).hlo_text
+        for fn, shape in ((gradients, image), (looped, (2, *image)))
+    )
+    slow = [
+        sum(fast not in line for line in text.splitlines() if " convolution(" in line)
+        for text in (outside, inside)
+    ]
+    figures = f"{slow[1]} of 2 in a loop are not in the fast order, {slow[0]} of 2 outside"
+    return Answer(slow[1] > slow[0] == 0, figures)
+
+
 def delays_weight_gradients(platform):
     """Each region is two dense layers with biases, whose gradients are sums over the rows."""
 
