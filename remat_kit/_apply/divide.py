@@ -21,7 +21,6 @@ import jax.extend.core as jec
 from remat_kit import _jax
 from remat_kit._apply.pieces import PieceLoop
 from remat_kit._apply.region import relative
-from remat_kit._backend import rewrites as _rewrites
 from remat_kit._errors import PolicyError
 from remat_kit._policy.divisions import Division, text_of
 from remat_kit._program import program as _program
@@ -110,9 +109,7 @@ class _Dividing:
                         raise self.fault(scans[i][0], "the body of the scan has constants")
                     bodies[len(eqns)] = found = self.divided(body, tuple(scans[i]))
                     eqn = _with_body(eqn, found.program)
-                # Without this, XLA's CPU compiler saves what enters a `jax.nn.relu` and what leaves
-                # it (jax 0.12): 3203 instead of 2045 MiB for VGG-16 with its first block in pieces.
-                eqns.append(_rewrites.relu_by_output(eqn))
+                eqns.append(eqn)
 
         at = 0
         for d in here:

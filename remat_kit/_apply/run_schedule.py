@@ -17,6 +17,7 @@ import jax.extend.core as jec
 from remat_kit import _jax
 from remat_kit._apply import scans as _scans
 from remat_kit._apply.labels import keep_labelled, label
+from remat_kit._apply.pieces import loop_of
 from remat_kit._apply.region import run_region
 from remat_kit._backend import rewrites as _rewrites
 from remat_kit._backend.barriers import (
@@ -97,15 +98,18 @@ class _Run:
         self.made = {v for e in program.eqns for v in e.outvars}
         self.last_use = _last_use(program)
         self.from_regions = set[Any]()  # made by regions of this schedule inside another region
-        self.enters_regions = set[Any]()
+        # What a derivative reads: the operands of products, and what enters a region or a loop.
+        self.read_later = _rewrites.operands_of_products(program.eqns)
+        self.unread = _rewrites.sums_of_products(program.eqns)
         self.first_reader: dict[Any, Segment[Place]] = {}  # of each argument
         arguments = {*program.invars[len(program.consts) :]}  # constants have no gradient
+        self.read_later.update(_reads([e for e in program.eqns if loop_of(e) is not None]))
         for segment in schedule:
             reads = _reads(self.equations(segment))
             for v in arguments.intersection(reads):
                 self.first_reader.setdefault(v, segment)
             if not segment.plain:
-                self.enters_regions.update(reads)
+                self.read_later.update(reads)
 
     def outputs(self) -> list[Any]:
         for segment in self.schedule:
@@ -142,8 +146,7 @@ class _Run:
         loops = dict(segment.loops)
         for place, eqn in enumerate(eqns, segment.start):
             eqn = _rewrites.convolution_with_late_copies(eqn)
-            if self.enters_regions.intersection(eqn.outvars):
-                eqn = _rewrites.relu_by_output(eqn)
+            eqn = _rewrites.lean_relu(eqn, self.read_later, self.unread)
             values: Sequence[Any] = [self.read(v) for v in eqn.invars]
             if self.around.depth and not self.around.stacked:
                 values = without_delay(eqn, values)

@@ -139,6 +139,7 @@ together_backward = barrier(_facts.FUSES_GRADIENT_SUMS.backends, backward_only=T
 apart = barrier(_facts.FUSES_SUMS_INTO_READERS.backends)
 apart_backward = barrier(_facts.FUSES_SUMS_INTO_READERS.backends, backward_only=True)
 drawn_late = barrier(_facts.KEEPS_RANDOM_WORDS.backends)
+computed_early = barrier(_facts.COMPUTES_MASKS_AGAIN.backends)
 once = barrier(_facts.COMPUTES_RESULTS_AGAIN.backends)
 kernel_first = barrier(_facts.DELAYS_KERNEL_GRADIENTS.backends)
 _side_by_side = barrier(

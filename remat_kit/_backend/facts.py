@@ -156,6 +156,13 @@ READS_THE_INPUT_OF_RELU = Fact(
     {"cpu": _NEW, "cuda": RELEASES, "tpu": RELEASES},
 )
 
+COMPUTES_MASKS_AGAIN = Fact(
+    "computes_masks_again",
+    "The mask of a `jax.nn.relu` is computed again in the derivative, and keeps its input live at "
+    "four bytes for each element in place of one, so we put a barrier on the mask.",
+    {"cpu": _NEW},
+)
+
 COPIES_CONVOLUTION_INPUTS_EARLY = Fact(
     "copies_convolution_inputs_early",
     "The transposed copies of the inputs of convolutions are made in the forward pass, and are "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from remat_kit import _jax
 from remat_kit._backend import facts as _facts
-from remat_kit._backend.barriers import kernel_first
+from remat_kit._backend.barriers import computed_early, kernel_first
 from remat_kit._backend.facts import Fact
 from remat_kit._jax import (
     ad,
@@ -29,6 +29,7 @@ from remat_kit._jax import (
     rule_of,
     windowed_reductions,
 )
+from remat_kit._program import ops as _ops
 
 # The derivative of a maximum over windows is a select-and-scatter, which XLA's GPU compiler does
 # not have. It scatters into an array of zeros as large as the pooled array instead. The zeros
@@ -106,19 +107,64 @@ def saved_places(eqn: Any) -> int:
     return math.prod(eqn.outvars[0].aval.shape) * one
 
 
-def relu_by_output(eqn: Any) -> Any:
-    """Rewrite a `jax.nn.relu` so that its derivative reads the output rather than the input.
+_CONV = jax.lax.conv_general_dilated_p
 
-    The derivative in JAX asks whether the input is positive. If a region that follows reads the
-    output, compilers then save the input as well (`facts.READS_THE_INPUT_OF_RELU`): on a CPU, the
-    stack in `tests/apply/test_run_schedule.py` takes 21 MiB instead of 15 MiB (jax 0.12). Other
-    equations are returned unchanged. Values and derivatives are bitwise the same.
+
+_PRODUCTS = (_CONV, jax.lax.dot_general_p)
+
+
+def lean_relu(eqn: Any, read_later: Collection[Any], unread: Collection[Any]) -> Any:
+    """Rewrite a `jax.nn.relu` so that its derivative saves less than the input.
+
+    The derivative in JAX asks whether the input is positive. If a later derivative reads the
+    output, it asks whether the output is positive instead: otherwise compilers save the input as
+    well (`facts.READS_THE_INPUT_OF_RELU`). On a CPU, the stack in
+    `tests/apply/test_run_schedule.py` takes 21 MiB instead of 15 MiB (jax 0.12). If none does, for
+    example because a maximum over windows follows, and no derivative reads what the input is
+    computed from, the derivative reads a mask, which has one byte for each element. XLA's CPU
+    compiler would compute the mask in the derivative and save the input for that
+    (`facts.COMPUTES_MASKS_AGAIN`). Values and derivatives are bitwise the same.
 
     `rule_of` finds the rule of `jax.nn.relu` on jax 0.10.2 and 0.12.
+
+    Args:
+        eqn: an equation. Other ones than a relu are returned unchanged.
+        read_later: variables that derivatives read.
+        unread: variables that are computed from products, and that no derivative reads.
     """
     if eqn.primitive.name != "custom_jvp_call" or rule_of(eqn) is not jax.nn.relu.jvp:
         return eqn
-    return _in_place_of(eqn, _relu)
+    if eqn.outvars[0] in read_later:
+        return _in_place_of(eqn, _relu)
+    return _in_place_of(eqn, _relu_with_mask) if eqn.invars[0] in unread else eqn
+
+
+def operands_of_products(eqns: Iterable[Any]) -> set[Any]:
+    """Return the variables that products and convolutions multiply, so that derivatives read them.
+
+    The operands of a product behind a view are among them too.
+    """
+    found = set[Any]()
+    for eqn in reversed([*eqns]):
+        reads = [v for v in eqn.invars if not isinstance(v, jec.Literal)]
+        is_seen = _ops.is_view(eqn) and not found.isdisjoint(eqn.outvars)
+        if eqn.primitive in _PRODUCTS or is_seen:
+            found.update(reads)
+    return found
+
+
+def sums_of_products(eqns: Iterable[Any]) -> set[Any]:
+    """Return the variables that are products or convolutions, perhaps with a bias added to them.
+
+    The derivative of a sum reads nothing, so if nothing else does, no derivative reads them.
+    """
+    found = set[Any]()
+    for eqn in eqns:
+        reads = [v for v in eqn.invars if not isinstance(v, jec.Literal)]
+        adds = eqn.primitive is jax.lax.add_p or _ops.is_view(eqn)
+        if eqn.primitive in _PRODUCTS or (adds and not found.isdisjoint(reads)):
+            found.update(eqn.outvars)
+    return found
 
 
 @jax.custom_jvp
@@ -132,6 +178,18 @@ def _relu_derivative(primals: Any, tangents: Any) -> Any:
     # Without the barrier, XLA finds that the input has the same sign and reads the input again.
     out = jax.lax.optimization_barrier(_relu(x))
     return out, jax.lax.select(out > 0, dx, jax.lax.full_like(dx, 0))
+
+
+@jax.custom_jvp
+def _relu_with_mask(x: Any) -> Any:
+    return jnp.maximum(x, 0)
+
+
+@_relu_with_mask.defjvp
+def _relu_with_mask_derivative(primals: Any, tangents: Any) -> Any:
+    (x,), (dx,) = primals, tangents
+    (mask,) = computed_early([x > 0])
+    return _relu_with_mask(x), jax.lax.select(mask, dx, jax.lax.full_like(dx, 0))
 
 
 def evaluated_on_piece(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
@@ -167,8 +225,6 @@ def _in_place_of(eqn: Any, fn: Any) -> Any:
 # pass. If a region saves the input too, the input and its copy are both live until the backward
 # pass. The primitives below make the copy depend on the cotangent.
 # Seen on jax 0.10.2 and 0.12.
-
-_CONV = jax.lax.conv_general_dilated_p
 
 
 _BITS = {

@@ -30,13 +30,16 @@ def values():
     return ws, jax.random.normal(next(keys), (BATCH, 16))
 
 
-def test_a_relu_by_its_output_has_the_same_derivative():
+@pytest.mark.parametrize("by", ["output", "mask"])
+def test_a_lean_relu_has_the_same_derivative(by):
     """Zeros of both signs, what is no number and infinities included; second derivatives too."""
     x = jnp.array([-jnp.inf, -1.5, -0.0, 0.0, 1e-45, 2.0, jnp.inf, jnp.nan])
     ct = jnp.array([1.0, jnp.nan, 2.0, 3.0, 4.0, -5.0, 6.0, 7.0])
     (eqn,) = jax.make_jaxpr(jax.nn.relu)(x).eqns
-    other = _rewrites.relu_by_output(eqn)
+    known = ({*eqn.outvars}, set()) if by == "output" else (set(), {*eqn.invars})
+    other = _rewrites.lean_relu(eqn, *known)
     assert other is not eqn
+    assert _rewrites.lean_relu(eqn, set(), set()) is eqn
 
     @jax.jit
     def replaced(x):
@@ -49,7 +52,21 @@ def test_a_relu_by_its_output_has_the_same_derivative():
         *(jax.hessian(lambda x, f=f: jnp.sum(f(x) ** 3))(x) for f in pair)
     )
     (square,) = jax.make_jaxpr(jnp.square)(x).eqns
-    assert _rewrites.relu_by_output(square) is square
+    assert _rewrites.lean_relu(square, {*square.outvars}, {*square.invars}) is square
+
+
+def test_the_operands_and_the_sums_of_products_are_found():
+    def layers(x, w, b, scale):
+        y = jax.nn.relu(x @ w + b[None])  # read by a product behind a view
+        z = jax.nn.relu(y.T @ y) * scale  # the second one reads no sum, and no product reads it
+        return jax.nn.relu(z)
+
+    closed = jax.make_jaxpr(layers)(jnp.ones((4, 4)), jnp.ones((4, 4)), jnp.ones(4), 2.0)
+    eqns = closed.jaxpr.eqns
+    relus = [e for e in eqns if e.primitive.name == "custom_jvp_call"]
+    read, sums = _rewrites.operands_of_products(eqns), _rewrites.sums_of_products(eqns)
+    assert [e.outvars[0] in read for e in relus] == [True, False, False]
+    assert [e.invars[0] in sums for e in relus] == [True, True, False]
 
 
 def convolved(x, kernel, stride=2):

@@ -290,11 +290,12 @@ def makes_zeros_first(platform):
 # -- what a rewrite or a barrier prevents ---------------------------------------------------------
 
 
+def largest(x):
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
 def pooled(x):
-    pool = jax.lax.reduce_window(
-        jnp.sin(x), -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
-    )
-    return jnp.sum(pool**2)
+    return jnp.sum(largest(jnp.sin(x)) ** 2)
 
 
 def scatters_window_gradients(platform):
@@ -322,6 +323,24 @@ def reads_the_input_of_relu(platform):
     ours, theirs = (
         temporaries(jax.grad(lambda ws, x, f=f: stack(f, ws, x)), *args, platform=platform)
         for f in (rewrites._relu, jax.nn.relu)
+    )
+    return saves(ours, theirs)
+
+
+def computes_masks_again(platform):
+    """A maximum over windows follows each `jax.nn.relu`."""
+
+    def stack(relu, kernels, x):
+        for kernel in kernels:
+            x = relu(convolution(x, kernel))
+            (eqn,) = jax.make_jaxpr(largest)(x).eqns
+            x = _jax.bind(rewrites.lean_pooling(eqn), [x])[0]
+        return jnp.sum(x)
+
+    args = [struct(3, 3, 64, 64)] * 2, struct(8, 256, 256, 64)
+    ours, theirs = (
+        temporaries(jax.grad(lambda ks, x, f=f: stack(f, ks, x)), *args, platform=platform)
+        for f in (rewrites._relu_with_mask, jax.nn.relu)
     )
     return saves(ours, theirs)
 
