@@ -68,6 +68,13 @@ ROUNDS_PRODUCTS = Fact(
     {"tpu": RELEASES},
 )
 
+PADS_IMAGES = Fact(
+    "pads_images",
+    "The arrays that convolutions read and compute are stored in tiles of 128 images or channels, "
+    "so those of 64 images with 64 channels take twice their bytes.",
+    {"tpu": RELEASES},
+)
+
 COPIES_STACKED_INPUTS = Fact(
     "copies_stacked_inputs",
     "A stacked input of a scan that only such products read is copied to bfloat16 before the first "

@@ -108,6 +108,7 @@ class Backend:
             into_products=self.has(_facts.FUSES_INTO_PRODUCTS) and not stacked,
             rounds=self.has(_facts.ROUNDS_PRODUCTS),
             keeps_words=words,
+            pads=self.has(_facts.PADS_IMAGES),
             writes_masks=stacked or not (words or self.has(_facts.DRAWS_MASKS_AGAIN)),
         )
 

@@ -45,6 +45,34 @@ def test_products_on_tpus_run_the_elementwise_operations_before_them(chip, writt
     assert read.sources == ((read.index,) if written else up.makes)
 
 
+@pytest.mark.parametrize(
+    ("images", "channels", "order", "times"),
+    [
+        (64, 64, "NHWC", 2),
+        (64, 64, "NCHW", 2),
+        (128, 64, "NHWC", 1),
+        (64, 96, "NHWC", 128 / 96),
+        (16, 16, "NHWC", 8),
+    ],
+)
+def test_arrays_of_convolutions_fill_tiles_on_tpus(images, channels, order, times):
+    sizes = {"N": images, "C": channels, "H": 16, "W": 16}
+    orders = order, "HWIO", order
+
+    def loss(kernels, x):
+        for kernel in kernels:
+            x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=orders)
+            x = jnp.sin(x)
+        return jnp.sum(x)
+
+    args = [struct(3, 3, channels, channels)] * 3, struct(*(sizes[c] for c in order))
+    tpu, gpu = (_build.trace(loss, args, target(chip)) for chip in ("tpu-v5e", "h100"))
+    made = [t for t in gpu.tensors if len(t.shape) == 4 and t.bytes]
+    assert made
+    for t in made:
+        assert tpu.tensors[t.index].bytes == round(times * t.bytes)
+
+
 def test_what_an_iteration_of_a_scan_keeps_is_written_down_on_tpus_too():
     def loss(ws, x):
         return jnp.sum(jax.lax.scan(lambda x, w: (x + jnp.tanh(jnp.sin(x) @ w), None), x, ws)[0])

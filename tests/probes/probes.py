@@ -142,6 +142,24 @@ def rounds_products(platform):
     return Answer(bool(halved), f"{len(halved)} arrays in bfloat16")
 
 
+def pads_images(platform):
+    """The derivative of a chain of convolutions with 64 channels, of 64 and of 128 images."""
+
+    def chain(kernels, x):
+        for kernel in kernels:
+            x = jax.nn.relu(convolution(x, kernel))
+        return jnp.sum(x * x)
+
+    kernels = [struct(3, 3, 64, 64)] * 4
+    few, many = (
+        temporaries(jax.grad(chain), kernels, struct(n, 56, 56, 64), platform=platform)
+        for n in (64, 128)
+    )
+    return Answer(
+        few > 0.9 * many, f"{few / 2**20:.4g} MiB, and {many / 2**20:.4g} for twice as many"
+    )
+
+
 def copies_stacked_inputs(platform):
     args = struct(16, 1024, 1024), struct(256, 1024)
     lines = in_order(jax.grad(lambda ws, x: jnp.sum(scanned(ws, x))), *args, platform=platform)

@@ -454,7 +454,7 @@ class _Builder:
                 constant.update(makes[i])
         tensors: list[Tensor] = []
         for t, (aval, producer) in enumerate(zip(avals, producers, strict=True)):
-            stored = _ops.nbytes(aval) // (2 if t in found.halved else 1)
+            stored = found.padded.get(t, _ops.nbytes(aval)) // (2 if t in found.halved else 1)
             stored *= 2 if t in found.doubled else 1
             size = stored if producer >= 0 and t not in constant else 0
             users = tuple(flow.users[t])
