@@ -143,7 +143,7 @@ MUTATIONS = (
         "remat_kit/_backend/rewrites.py",
         "jax.lax.select(out > 0, dx, jax.lax.full_like(dx, 0))",
         "jax.lax.select(out >= 0, dx, jax.lax.full_like(dx, 0))",
-        ("tests/backend/test_rewrites.py::test_a_relu_by_its_output_has_the_same_derivative",),
+        ("tests/backend/test_rewrites.py::test_a_lean_relu_has_the_same_derivative",),
     ),
     # -- the planner
     Mutation(

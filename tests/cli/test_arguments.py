@@ -118,6 +118,7 @@ CASES = {
         "--models": (["nowhere"], []),
         "--size": (["batch=banana"], []),
         "--compiles": (["0"], []),
+        "--pieces": ([], []),
     },
     "doctor": dict.fromkeys(
         ("--target", "--budget", "--pieces", "--step", "--log", "--save", "--html", "--full")

@@ -116,14 +116,14 @@ def test_pieces_are_tried_where_a_goal_is_missed(row, monkeypatch):
     """The first convolutions hold most of the memory, also of the leanest plan without pieces."""
     sizes = SMALL | {"batch": 32, "width": 8}
     asked = {"models": MODELS, "sizes": sizes, "compiles": 1}
-    line = dataclasses.replace(_published.published("vgg11"), plain_mib=100, least_mib=20)
+    line = dataclasses.replace(_published.published("vgg11"), plain_mib=100, least_mib=12)
     monkeypatch.setattr(_bench, "published", lambda arch: line)
     pieced = _bench.bench("vgg11", "cpu", pieces=True, **asked)
     assert pieced.pieces
     assert not row.pieces
     for outcome in pieced.outcomes:
-        assert outcome.reached
         assert outcome.pieces
+        assert outcome.reached or outcome.goal == "memory"
     assert "least memory, in pieces" in pieced.table().text()
     wanted = ogc_table._wanted("vgg11", "cpu", sizes, 1)
     table = ogc_table.rendered(ogc_table.reported([], [pieced.to_json() | wanted]))
