@@ -219,7 +219,7 @@ def _padded(flow: FusionFlow) -> dict[int, int]:
     return {
         t: round(rows[aval.shape] * _ops.nbytes(aval))
         for t, aval in enumerate(flow.avals)
-        if rows.get(getattr(aval, "shape", None), 1.0) != 1.0
+        if rows.get(getattr(aval, "shape", ()), 1.0) != 1.0
     }
 
 
