@@ -98,8 +98,8 @@ class _Run:
         self.made = {v for e in program.eqns for v in e.outvars}
         self.last_use = _last_use(program)
         self.from_regions = set[Any]()  # made by regions of this schedule inside another region
-        # What a derivative reads: the operands of products, and what enters a region or a loop.
-        self.read_later = _rewrites.operands_of_products(program.eqns)
+        # What a derivative reads: operands of convolutions, and what enters a region or a loop.
+        self.read_later = _rewrites.operands_of_convolutions(program.eqns)
         self.unread = _rewrites.sums_of_products(program.eqns)
         self.first_reader: dict[Any, Segment[Place]] = {}  # of each argument
         arguments = {*program.invars[len(program.consts) :]}  # constants have no gradient

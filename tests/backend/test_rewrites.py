@@ -55,16 +55,17 @@ def test_a_lean_relu_has_the_same_derivative(by):
     assert _rewrites.lean_relu(square, {*square.outvars}, {*square.invars}) is square
 
 
-def test_the_operands_and_the_sums_of_products_are_found():
+def test_the_operands_of_convolutions_and_the_sums_of_products_are_found():
     def layers(x, w, b, scale):
-        y = jax.nn.relu(x @ w + b[None])  # read by a product behind a view
-        z = jax.nn.relu(y.T @ y) * scale  # the second one reads no sum, and no product reads it
+        y = jax.nn.relu(x @ w + b[None])  # read by a convolution behind a view
+        y = convolved(y.reshape(1, 4, 4, 1), jnp.ones((2, 2, 1, 1)), 1)
+        z = jax.nn.relu(y) * scale  # the next one reads no sum, and no convolution reads it
         return jax.nn.relu(z)
 
     closed = jax.make_jaxpr(layers)(jnp.ones((4, 4)), jnp.ones((4, 4)), jnp.ones(4), 2.0)
     eqns = closed.jaxpr.eqns
     relus = [e for e in eqns if e.primitive.name == "custom_jvp_call"]
-    read, sums = _rewrites.operands_of_products(eqns), _rewrites.sums_of_products(eqns)
+    read, sums = _rewrites.operands_of_convolutions(eqns), _rewrites.sums_of_products(eqns)
     assert [e.outvars[0] in read for e in relus] == [True, False, False]
     assert [e.invars[0] in sums for e in relus] == [True, True, False]
 
