@@ -86,7 +86,7 @@ def _today() -> str:
 
 def is_current(row: Row, wanted: Row) -> bool:
     """Tell whether a row is what would be found now."""
-    whole = row["pieces"] or all(outcome["reached"] for outcome in row["outcomes"])
+    whole = row.get("pieces") or all(outcome["reached"] for outcome in row["outcomes"])
     return whole and all(row.get(name) == value for name, value in wanted.items())
 
 
@@ -202,7 +202,7 @@ def _line(row: Row, outcome: Row, report: Mapping[str, Any]) -> str:
     paper = row["published"]
     old = "" if row["planner"] == report["planner"] else " †"
     cells = [row["title"] + old, QUESTIONS[outcome["goal"]]]
-    cells[-1] += ", in pieces" if outcome["pieces"] else ""
+    cells[-1] += ", in pieces" if outcome.get("pieces") else ""
     before, after = row["plain_temp_bytes"] / MIB, outcome["temp_bytes"]
     cells.append(f"{before:,.0f} → " + ("?" if after is None else f"{after / MIB:,.0f}"))
     cells.append(f"{paper['plain_mib']:,} → {paper['least_mib']:,}")

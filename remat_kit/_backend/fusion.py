@@ -201,7 +201,8 @@ def _padded(flow: FusionFlow) -> dict[int, int]:
 
     XLA's TPU compiler stores them with the images or the channels innermost, of which a row of a
     tile has 128. It chooses what leaves less of the rows empty (v5e, jax 0.12). Arrays of the same
-    shape, such as the results of elementwise operations, are stored alike.
+    shape, such as the results of elementwise operations, are stored alike. Convolutions of segments
+    in pieces are inside of `custom_jvp` calls, and their arrays are not counted here.
     """
     rows: dict[tuple[int, ...], float] = {}
     for eqn, reads, makes in zip(flow.eqns, flow.reads, flow.makes, strict=True):

@@ -128,7 +128,7 @@ def lean_relu(eqn: Any, read_later: Collection[Any], unread: Collection[Any]) ->
     `rule_of` finds the rule of `jax.nn.relu` on jax 0.10.2 and 0.12.
 
     Args:
-        eqn: an equation. Other ones than a relu are returned unchanged.
+        eqn: an equation. If it is not a relu, it is returned unchanged.
         read_later: variables that derivatives read.
         unread: variables that are computed from products, and that no derivative reads.
     """
@@ -143,8 +143,8 @@ def operands_of_convolutions(eqns: Iterable[Any]) -> set[Any]:
     """Return the variables that convolutions multiply, so that derivatives read them.
 
     Those that a convolution reads through a view are among them too. Operands of other products are
-    not: a TPU stores them in half precision if no derivative of a relu reads them, and with
-    `lean_relu` a residual MLP took 12 % more there (v5e, jax 0.12).
+    not: a TPU stores them in half precision if no derivative of a relu reads them, so `lean_relu`
+    made a residual MLP take more memory there (v5e, jax 0.12).
     """
     found = set[Any]()
     for eqn in reversed([*eqns]):
@@ -315,7 +315,7 @@ _FAST_ORDER = {
 
 # XLA's CPU compiler has a fast convolution for axes in the order NHWC, HWIO and NHWC. It transposes
 # the operands of other convolutions, such as all gradients, but not of those in loops, which run in
-# plain nested loops and take 40 to 80 times as long. This is JAX's primitive for the bodies of our
+# plain nested loops and take many times as long. This is JAX's primitive for the bodies of our
 # loops; on CPUs it transposes there. Seen on jax 0.10.2 and 0.12.
 _looped_p = own_primitive("remat_kit_conv_in_loop", _CONV.name)
 
@@ -327,7 +327,7 @@ _looped_p.def_effectful_abstract_eval(_shape_of_conv)
 
 
 def _looped_transpose(ct: Any, *operands: Any, **params: Any) -> list[Any]:
-    """Return the cotangent of one operand by JAX's rule, of convolutions for loops."""
+    """Return the cotangents as JAX does, but compute them with `_looped_p` as well."""
     at = [ad.is_undefined_primal(v) for v in operands].index(True)
     if type(ct) is ad_util.Zero:
         return [None, None]
