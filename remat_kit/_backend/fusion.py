@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from remat_kit._program import ops as _ops
+from remat_kit._program import program as _program
 from remat_kit._program.ops import is_fusible, is_rounding, is_single_gather, is_view, reduces
+from remat_kit._program.program import primitive_name
 
 # -- a program ------------------------------------------------------------------------------------
 
@@ -201,14 +203,14 @@ def _padded(flow: FusionFlow) -> dict[int, int]:
 
     XLA's TPU compiler stores them with the images or the channels innermost, of which a row of a
     tile has 128. It chooses what leaves less of the rows empty (v5e, jax 0.12). Arrays of the same
-    shape, such as the results of elementwise operations, are stored alike. Convolutions of segments
-    in pieces are inside of `custom_jvp` calls, and their arrays are not counted here.
+    shape, such as the results of elementwise operations, are stored alike.
     """
     rows: dict[tuple[int, ...], float] = {}
     for eqn, reads, makes in zip(flow.eqns, flow.reads, flow.makes, strict=True):
-        if eqn.primitive.name != "conv_general_dilated":
+        found = _convolution(eqn)
+        if found is None:
             continue
-        specs = eqn.params["dimension_numbers"]
+        specs = found.params["dimension_numbers"]
         for t, whole, spec in (
             (reads[0], eqn.invars[0].aval.shape, specs.lhs_spec),
             (makes[0], eqn.outvars[0].aval.shape, specs.out_spec),
@@ -222,6 +224,17 @@ def _padded(flow: FusionFlow) -> dict[int, int]:
         for t, aval in enumerate(flow.avals)
         if rows.get(getattr(aval, "shape", ()), 1.0) != 1.0
     }
+
+
+def _convolution(eqn: Any) -> Any | None:
+    """Return the convolution that an equation is, or that is all of the call that it is.
+
+    The convolutions of segments in pieces are calls, because they have a derivative of their own.
+    """
+    if primitive_name(eqn) == "conv_general_dilated":
+        return eqn
+    inner = [body.jaxpr.eqns for body in _program.bodies(eqn) if body.kind == "rule"]
+    return _convolution(inner[0][0]) if len(inner) == 1 == len(inner[0]) else None
 
 
 def _ends(flow: FusionFlow, written: Sequence[bool], halved: set[int]) -> Iterator[tuple[int, int]]:

@@ -140,6 +140,27 @@ def test_prediction_and_compiler():
         assert predicted == pytest.approx(memory.peak_bytes, rel=0.1)
 
 
+@pytest.mark.parametrize(("images", "channels", "times"), [(64, 64, 2), (256, 128, 1), (32, 16, 8)])
+def test_the_convolutions_of_a_piece_fill_tiles_on_tpus(images, channels, times):
+    """In two pieces, of half of the images."""
+
+    def chain(kernels, x):
+        for kernel in kernels:
+            numbers = "NHWC", "HWIO", "NHWC"
+            x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+        return x
+
+    args = [struct((3, 3, channels, channels))] * 3, struct((images, 64, 64, channels))
+    whole = build.trace(lambda *xs: jnp.sum(chain(*xs) ** 2), args, target("h100"))
+    found = divided(whole.program, [Division(0, 3, 2, (0, 0), 0)])
+    tpu, gpu = (
+        loop_of(_divided.graph_of(whole, found, target(chip))) for chip in ("tpu-v5e", "h100")
+    )
+    piece = images // 2 * 64 * 64 * channels * 4
+    assert gpu.working_bytes >= 2 * piece
+    assert tpu.working_bytes == pytest.approx(times * gpu.working_bytes, rel=0.01)
+
+
 def test_pieces_of_the_last_axis_are_not_proposed_for_a_softmax():
     with pytest.raises(Exception, match="cannot run in pieces"):
         graph(8, axis=1)
