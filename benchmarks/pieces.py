@@ -46,10 +46,12 @@ from remat_kit._planner.revision import REVISION
 from remat_kit._planner.search import Answer, Search
 from remat_kit._planner.steps import frontier_for
 
+_SMALL = {"seq": 8192, "width": 512, "heads": 8, "kv_heads": 8, "hidden": 1536, "vocab": 32000}
 CASES = {
     "gpt12": Case("GPT-12, batch 8", "gpt", {}),
     "gpt48": Case("GPT-48, batch 1", "gpt", {"size": "xl", "batch": 1}),
     "bert": Case("BERT-Large, 16 × 512", "bert", {"size": "large", "batch": 16, "seq": 512}),
+    "llama8k-small": Case("Llama 512 wide, 8k tokens", "llama_nnx", {"layers": 2, **_SMALL}),
     "llama8k": Case("Llama, 8k tokens", "llama_nnx", {"layers": 2, "seq": 8192}),
     "llama32k": Case("Llama, 32k tokens", "llama_nnx", {"layers": 2, "seq": 32768}),
     "vgg16": Case("VGG-16, batch 64", "vgg", {}),
