@@ -138,6 +138,7 @@ class Model:
                 donate_argnums=self.donate_argnums,
                 optimizer=self.optimizer,
                 call=call,
+                code=False,
             )
         except RematKitError:
             raise

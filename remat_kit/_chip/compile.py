@@ -25,6 +25,7 @@ from typing import Any, overload
 import jax
 
 from remat_kit import _frames, _jax
+from remat_kit._chip import assignment as _assignment
 from remat_kit._chip import lowering as _lowering
 from remat_kit._chip.cache import Cache, default_cache, key_of
 from remat_kit._chip.catalogue import TOPOLOGY_OPTIONS, Options
@@ -38,7 +39,7 @@ from remat_kit._chip.target import (
     several_targets,
     target,
 )
-from remat_kit._chip.worker import Worker, WorkerDiedError
+from remat_kit._chip.worker import ENOUGH, Worker, WorkerDiedError
 from remat_kit._compiled.hlo import xla_remat_count
 from remat_kit._errors import (
     CompileError,
@@ -307,6 +308,7 @@ def compile_program(
     optimizer: Any = None,
     call: str = "measure",
     run: bool = True,
+    code: bool = True,
 ) -> Compiled:
     """Do the same as `measure`, and return the optimized HLO too.
 
@@ -317,12 +319,22 @@ def compile_program(
             found out here (see `losses.argnums_of`).
         call: the public function that error messages name.
         run: whether the program runs, if the target is ``local``.
+        code: whether the compiler has to generate machine code. If not, a TPU's is stopped when it
+            has assigned all buffers, which takes a small part of the time. The memory is the same,
+            but for the size of the code and the compiler's own figure of the peak, which are None.
 
     Raises:
         RematKitError: as for `measure`.
     """
     job = _job(fn, args, target, argnums, donate_argnums, compiler_options, optimizer, call)
+    if not code:
+        job = job.without_code()
     return job.compiled(default_cache() if cache else None, run)
+
+
+# The part of a chip's memory in which a program's buffers leave room for its code, and for what a
+# TPU reserves. If they take more, the compiler may still refuse the program.
+_SURELY_FITS = 0.9
 
 
 @dataclass(frozen=True)
@@ -346,11 +358,18 @@ class _CompileJob:
     added: Mapping[str, int | None]
     request: dict[str, Any] | None
 
+    def without_code(self) -> _CompileJob:
+        """Return a job that needs no machine code; it is the same if that takes little time."""
+        if self.request is None or self.chip.platform != "tpu":
+            return self
+        enough = int(_SURELY_FITS * self.chip.memory_bytes)
+        return dataclasses.replace(self, request={**self.request, ENOUGH: enough})
+
     def is_known(self, cache: Cache | None) -> bool:
         """Tell whether the answer is in the cache."""
         if cache is None or self.request is None:
             return False
-        return _checked_answer(cache.get(_key(self.request, self.lowered.identity))) is not None
+        return _known(self.request, self.lowered.identity, cache) is not None
 
     def compiled(self, cache: Cache | None, run: bool) -> Compiled:
         """Return the compiled program, from the cache if it is there."""
@@ -359,8 +378,7 @@ class _CompileJob:
         if self.request is None:
             found = _compiled_here(self.program, shapes, chip, self.options, self.call, run)
         else:
-            key = _key(self.request, lowered.identity)
-            answer, cached = _answer(self.request, key, chip, cache, self.call)
+            answer, cached = _answer(self.request, lowered.identity, chip, cache, self.call)
             memory = _memory(answer, chip, cached, shapes)
             moved = _value.offloaded_bytes(self.program.traced.jaxpr)
             found = Compiled(memory, answer.get("hlo"), chip, moved)
@@ -525,9 +543,10 @@ def _key(request: Mapping[str, Any], identity: str) -> str:
 
 
 def _answer(
-    request: dict[str, Any], key: str, chip: Target, cache: Cache | None, call: str
+    request: dict[str, Any], identity: str, chip: Target, cache: Cache | None, call: str
 ) -> tuple[dict[str, Any], bool]:
-    if cache is not None and (known := _checked_answer(cache.get(key))) is not None:
+    known = _known(request, identity, cache)
+    if known is not None:
         return known, True
     answer = _ask(request, chip, call)
     if "no_topology" in answer:
@@ -545,12 +564,26 @@ def _answer(
             hint="if the program runs on the chip itself, please report this",
         )
     if cache is not None:
-        cache.put(key, json.dumps(answer).encode())
+        cache.put(_key(request, identity), json.dumps(answer).encode())
     return answer, False
 
 
-def _checked_answer(data: bytes | None) -> dict[str, Any] | None:
-    """Parse a stored answer; None if it is not one, for example because of another release."""
+def _known(request: Mapping[str, Any], identity: str, cache: Cache | None) -> dict[str, Any] | None:
+    """Return the stored answer to a request, or to the same one that asked for more."""
+    if cache is None:
+        return None
+    whole = {name: value for name, value in request.items() if name != ENOUGH}
+    known = _checked_answer(cache.get(_key(whole, identity)), _jax.MEMORY_FIELDS)
+    if known is None and ENOUGH in request:
+        known = _checked_answer(cache.get(_key(request, identity)), _assignment.FIELDS)
+    return known
+
+
+def _checked_answer(data: bytes | None, counts: Sequence[str]) -> dict[str, Any] | None:
+    """Parse a stored answer; None if it is not one, for example because of another release.
+
+    ``counts`` are the fields of its memory.
+    """
     try:
         answer = json.loads(data) if data is not None else None
     except (ValueError, RecursionError):
@@ -559,7 +592,6 @@ def _checked_answer(data: bytes | None) -> dict[str, Any] | None:
         case {"refused": str()}:
             return answer
         case {"memory": dict() as memory, "hlo": str() as hlo, "compile_seconds": int() | float()}:
-            counts = _jax.MEMORY_FIELDS
             if hlo.startswith("HloModule") and all(type(memory.get(c)) is int for c in counts):
                 return answer
     return None
@@ -685,11 +717,11 @@ def _memory(
         output_bytes=stats["output_size_in_bytes"],
         alias_bytes=stats["alias_size_in_bytes"],
         temp_bytes=stats["temp_size_in_bytes"],
-        code_bytes=stats["generated_code_size_in_bytes"],
+        code_bytes=stats.get("generated_code_size_in_bytes"),
         host_bytes=sum(stats[f"host_{n}_size_in_bytes"] for n in ("argument", "output", "temp"))
         - stats["host_alias_size_in_bytes"],
         peak_bytes=peak,
-        compiler_peak_bytes=stats["peak_memory_in_bytes"],
+        compiler_peak_bytes=stats.get("peak_memory_in_bytes"),
         fits=fits,
         needs_bytes=None if fits else peak,
         compile_seconds=answer["compile_seconds"],

@@ -2,8 +2,12 @@
 
 Compilers for chips that are not in the machine need environment variables that are read only once,
 print to the terminal, and may abort the process. They therefore run in a child process. The child
-runs this file as a script. Its environment is set before JAX is imported, and it loads `lowering`
-and `_jax` on their own, so that it imports neither Flax nor the rest of the package.
+runs this file as a script. Its environment is set before JAX is imported, and it loads `lowering`,
+`assignment` and `_jax` on their own, so that it imports neither Flax nor the rest of the package.
+
+A request may ask for the memory without machine code, which a TPU's program takes long to generate.
+The child then answers as soon as the compiler has assigned all buffers, and ends, because nothing
+else stops a compiler. A program that needs nearly all of the chip's memory is compiled to the end.
 
 Requests and answers are pickled dictionaries on the standard streams, each preceded by its length.
 What libraries print goes to standard error; the parent stores it and shows it only if the child
@@ -16,6 +20,7 @@ is a `BrokenProcessPool` with neither its exit status nor its last lines.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import importlib
 import math
@@ -30,7 +35,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,7 +43,16 @@ IDLE_SECONDS = 300.0
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
+ENOUGH = "enough"  # marks a request for the memory without code; bytes that surely fit on the chip
+
+
+UNFINISHED = "unfinished"  # marks the last answer of a child, which ends without finishing
+
+
 _TAIL_BYTES = 64 * 1024
+
+
+_POLL_SECONDS = 0.02
 
 
 _LENGTH = struct.Struct("<Q")
@@ -153,7 +167,7 @@ class Worker:
         assert process.stdout is not None
         try:
             send(process.stdin, request)
-            return receive(process.stdout)
+            found = receive(process.stdout)
         except (OSError, EOFError) as error:
             # A process that closed its pipes is about to end, so this wait is short.
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -165,6 +179,9 @@ class Worker:
             process.kill()
             self.close()
             raise
+        if found.pop(UNFINISHED, False):
+            self.close()
+        return found
 
     def _last_lines(self) -> tuple[str, ...]:
         assert self._stderr is not None
@@ -201,12 +218,14 @@ def _scratch_file() -> IO[bytes]:
 # -- the child's end ------------------------------------------------------------------------
 
 
-def _load_lowering() -> Any:
+def _load(module: str) -> Any:
+    """Import a module of this folder without its package, and without JAX if it needs none."""
     for name, folder in (("remat_kit", _PACKAGE), ("remat_kit._chip", _PACKAGE / "_chip")):
-        package = types.ModuleType(name)
-        package.__path__ = [str(folder)]
-        sys.modules[name] = package
-    return importlib.import_module("remat_kit._chip.lowering")
+        if name not in sys.modules:
+            package = types.ModuleType(name)
+            package.__path__ = [str(folder)]
+            sys.modules[name] = package
+    return importlib.import_module(f"remat_kit._chip.{module}")
 
 
 def answer(jax_section: Any, devices: dict[Any, Any], request: dict[str, Any]) -> dict[str, Any]:
@@ -230,16 +249,46 @@ def answer(jax_section: Any, devices: dict[Any, Any], request: dict[str, Any]) -
         else:
             chosen, unsharded = jax_section.assigned(there, mesh["shape"]), mesh["unsharded"]
         start = time.perf_counter()
-        executable = jax_section.compile_bytes(
-            request["program"], chosen, request["options"], unsharded
-        )
+
+        def compiled(options: Mapping[str, str]) -> dict[str, Any]:
+            program = jax_section.compile_bytes(request["program"], chosen, options, unsharded)
+            return {
+                "memory": jax_section.executable_memory(program),
+                "hlo": jax_section.executable_text(program),
+            }
+
+        if ENOUGH not in request:
+            found = compiled(request["options"])
+        else:
+            found = _assigned(compiled, request["options"], request[ENOUGH])
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}"}
-    return {
-        "compile_seconds": time.perf_counter() - start,
-        "memory": jax_section.executable_memory(executable),
-        "hlo": jax_section.executable_text(executable),
-    }
+    return {"compile_seconds": time.perf_counter() - start, **found}
+
+
+def _assigned(
+    compiled: Callable[[Mapping[str, str]], dict[str, Any]],
+    options: Mapping[str, str],
+    enough: int,
+) -> dict[str, Any]:
+    """Compile a program until its buffers are assigned.
+
+    Args:
+        compiled: compiles to the end.
+        options: its argument.
+        enough: the bytes above which the compiler may still refuse the program, so that it has to
+            be compiled to the end.
+    """
+    assignment = _load("assignment")
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        whole = pool.submit(compiled, {**options, **assignment.dump_options(folder)})
+        found = None
+        while found is None and not concurrent.futures.wait([whole], _POLL_SECONDS).done:
+            found = assignment.read(folder)
+        if found is None or whole.done() or assignment.needs(found["memory"]) > enough:
+            return whole.result()
+        return {**found, UNFINISHED: True}
 
 
 def _leave_with(parent: int) -> None:
@@ -259,13 +308,16 @@ def main(idle_seconds: float) -> None:
     os.dup2(2, 1)
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     devices: dict[Any, Any] = {}
-    jax_section = _load_lowering()
+    jax_section = _load("lowering")
     while select.select([requests], [], [], idle_seconds)[0]:
         try:
             request = receive(requests)
         except EOFError:
             break
-        send(answers, answer(jax_section, devices, request))
+        found = answer(jax_section, devices, request)
+        send(answers, found)
+        if UNFINISHED in found:
+            break
     sys.stdout.flush()
     os._exit(0)  # compile-only plugins may abort when they are torn down
 

@@ -474,6 +474,7 @@ class Search:
                 optimizer=self.optimizer,
                 call="plan",
                 run=self.run_local,
+                code=False,
             )
         except CompileError as error:
             self.refused[place] = error

@@ -85,7 +85,7 @@ def graphs_for(
         graph, around = _graph_of_loss(fn, args, chip, argnums, None, call)
         return [graph], around
     _check_losses(step, call)
-    compiled = compile_program(fn, args, chip, argnums=None, call=call, run=False)
+    compiled = compile_program(*(fn, args, chip), argnums=None, call=call, run=False, code=False)
     given, least = rest_of_step(compiled)
     return _graphs_of_step(step, fn, args, compiled, call), Surroundings(given, 0, least)
 
@@ -155,7 +155,7 @@ def frontier_of_step(
     check_options(objective, offload, chip, call)
     _check_losses(step, call)
     tick(f"compiling for {chip.name}: the step without a plan")
-    compiled = compile_program(fn, args, chip, argnums=None, call=call, run=False)
+    compiled = compile_program(*(fn, args, chip), argnums=None, call=call, run=False, code=False)
     chip = compiled.chip  # it has as many devices as the step's own jit names
     graphs = _graphs_of_step(step, fn, args, compiled, call)
     given, least = rest_of_step(compiled)
