@@ -1,10 +1,11 @@
 """How much memory does a program take whose buffers are assigned, but that has no machine code yet?
 
 XLA's compiler for TPUs optimizes a program, assigns all of its buffers, and then generates machine
-code. For a convolutional network the code takes nearly all of the time: for the gradient of VGG-11
-47 of 47.5 seconds. The memory is known before. If it is asked to (``xla_dump_to``), the compiler
-writes the assigned buffers and the optimized, scheduled program into a folder before it starts with
-the code. `read` reads them, so that `worker` can stop the compiler there.
+code. For a convolutional network the code takes nearly all of the time
+(``benchmarks/compile_time.py``), and the memory is known before. If it is asked to
+(``xla_dump_to``), the compiler writes the assigned buffers and the optimized, scheduled program
+into a folder before it starts with the code. `read` reads them, so that `worker` can stop the
+compiler there.
 
 `tests/chip/test_assignment.py` compares with programs that are compiled to the end. The module
 imports nothing of the package, because the worker loads it on its own.
@@ -25,8 +26,21 @@ _ARRAY = re.compile(r"^ value: .*\): (?!\()", re.M)  # a value that is no tuple
 
 
 def dump_options(folder: str) -> dict[str, str]:
-    """Return the options with which a compiler writes about a program into a folder."""
-    return {"xla_dump_to": folder, "xla_dump_hlo_as_text": "True"}
+    """Return the options with which a compiler writes about a program into a folder.
+
+    The last two are those with which JAX prints a compiled program.
+    """
+    return {
+        "xla_dump_to": folder,
+        "xla_dump_hlo_as_text": "True",
+        "xla_dump_compact_gte": "False",
+        "xla_syntax_sugar_async_ops": "True",
+    }
+
+
+def is_unknown_option(error: BaseException | None) -> bool:
+    """Tell whether a compiler refused a program because it knows one of these options not."""
+    return any(f"No such compile option: '{name}'" in str(error) for name in dump_options(""))
 
 
 def read(folder: str) -> dict[str, Any] | None:

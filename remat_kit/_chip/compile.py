@@ -39,7 +39,7 @@ from remat_kit._chip.target import (
     several_targets,
     target,
 )
-from remat_kit._chip.worker import ENOUGH, Worker, WorkerDiedError
+from remat_kit._chip.worker import WITHOUT_CODE, Worker, WorkerDiedError
 from remat_kit._compiled.hlo import xla_remat_count
 from remat_kit._errors import (
     CompileError,
@@ -337,6 +337,15 @@ def compile_program(
 _SURELY_FITS = 0.9
 
 
+_START_SECONDS = 1.0  # about what a new child takes to start
+
+
+def _dumps(options: Options) -> bool:
+    """Tell whether the user has the compiler write about programs into a folder of their own."""
+    flag = "xla_dump_to"
+    return flag in options or any(flag in os.environ.get(name, "") for name in _COMPILER_VARIABLES)
+
+
 @dataclass(frozen=True)
 class _CompileJob:
     """A program that is lowered for a chip, and with it what the compiler is asked.
@@ -359,11 +368,12 @@ class _CompileJob:
     request: dict[str, Any] | None
 
     def without_code(self) -> _CompileJob:
-        """Return a job that needs no machine code; it is the same if that takes little time."""
-        if self.request is None or self.chip.platform != "tpu":
+        """Return a job that needs no machine code, if the compiler can be stopped before it."""
+        if self.request is None or self.chip.platform != "tpu" or _dumps(self.options):
             return self
         enough = int(_SURELY_FITS * self.chip.memory_bytes)
-        return dataclasses.replace(self, request={**self.request, ENOUGH: enough})
+        wanted = {"enough": enough, "patience": _START_SECONDS}
+        return dataclasses.replace(self, request={**self.request, WITHOUT_CODE: wanted})
 
     def is_known(self, cache: Cache | None) -> bool:
         """Tell whether the answer is in the cache."""
@@ -572,9 +582,9 @@ def _known(request: Mapping[str, Any], identity: str, cache: Cache | None) -> di
     """Return the stored answer to a request, or to the same one that asked for more."""
     if cache is None:
         return None
-    whole = {name: value for name, value in request.items() if name != ENOUGH}
+    whole = {name: value for name, value in request.items() if name != WITHOUT_CODE}
     known = _checked_answer(cache.get(_key(whole, identity)), _jax.MEMORY_FIELDS)
-    if known is None and ENOUGH in request:
+    if known is None and WITHOUT_CODE in request:
         known = _checked_answer(cache.get(_key(request, identity)), _assignment.FIELDS)
     return known
 

@@ -42,10 +42,12 @@ class Memory:
         alias_bytes: results that take over the memory of donated arguments.
         temp_bytes: the temporaries; None if the program did not compile.
         code_bytes: the machine code. The compiler for TPUs counts it against the chip's memory.
+            None if it generated none, as for the plans that `plan` compares.
         host_bytes: arguments, results and temporaries in the host's memory.
         peak_bytes: on the device: arguments + results − aliased + temporaries. If the program does
             not fit, the bytes that it needs according to the compiler, or None.
-        compiler_peak_bytes: the compiler's own figure, which includes the host's memory.
+        compiler_peak_bytes: the compiler's own figure, which includes the host's memory; None if it
+            generated no machine code.
         memory_bytes: the memory of the chip.
         fits: whether the compiler accepted the program and its peak is at most the memory of the
             chip, to the byte.

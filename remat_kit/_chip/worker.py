@@ -43,7 +43,7 @@ IDLE_SECONDS = 300.0
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-ENOUGH = "enough"  # marks a request for the memory without code; bytes that surely fit on the chip
+WITHOUT_CODE = "without_code"  # marks a request for the memory alone; arguments of `_assigned`
 
 
 UNFINISHED = "unfinished"  # marks the last answer of a child, which ends without finishing
@@ -257,10 +257,10 @@ def answer(jax_section: Any, devices: dict[Any, Any], request: dict[str, Any]) -
                 "hlo": jax_section.executable_text(program),
             }
 
-        if ENOUGH not in request:
+        if WITHOUT_CODE not in request:
             found = compiled(request["options"])
         else:
-            found = _assigned(compiled, request["options"], request[ENOUGH])
+            found = _assigned(compiled, request["options"], **request[WITHOUT_CODE])
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     return {"compile_seconds": time.perf_counter() - start, **found}
@@ -270,6 +270,7 @@ def _assigned(
     compiled: Callable[[Mapping[str, str]], dict[str, Any]],
     options: Mapping[str, str],
     enough: int,
+    patience: float,
 ) -> dict[str, Any]:
     """Compile a program until its buffers are assigned.
 
@@ -278,6 +279,7 @@ def _assigned(
         options: its argument.
         enough: the bytes above which the compiler may still refuse the program, so that it has to
             be compiled to the end.
+        patience: the seconds that the compilation may take after that and still is not stopped.
     """
     assignment = _load("assignment")
     pool = concurrent.futures.ThreadPoolExecutor(1)
@@ -286,7 +288,11 @@ def _assigned(
         found = None
         while found is None and not concurrent.futures.wait([whole], _POLL_SECONDS).done:
             found = assignment.read(folder)
-        if found is None or whole.done() or assignment.needs(found["memory"]) > enough:
+        # A compilation that is about to end is cheaper than a new child.
+        ends = concurrent.futures.wait([whole], patience).done
+        if ends and assignment.is_unknown_option(whole.exception()):
+            return compiled(options)
+        if ends or found is None or assignment.needs(found["memory"]) > enough:
             return whole.result()
         return {**found, UNFINISHED: True}
 

@@ -5,6 +5,7 @@ import json
 import math
 
 import _common
+import compile_time
 import gpt3_memory
 import jax
 import mindspore_graphs
@@ -39,6 +40,22 @@ def test_peak_table(model, capsys, tmp_path):
         assert peak["attributed_fraction"] > 0.95
         assert row["read_seconds"] > 0
         assert f"{peak['difference_percent']:+.2f} %" in err
+
+
+def test_compile_time(capsys, tmp_path):
+    if not remat_kit.target("tpu-v5e").available:
+        pytest.skip("the compiler for tpu-v5e is not installed")
+    path = tmp_path / "times.json"
+    assert compile_time.main(["--smoke", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert capsys.readouterr().out == compile_time.rendered(report) + "\n"
+    for row in report["rows"]:
+        assert row["stopped"]
+        assert row["bytes"][0]["temp_bytes"] > 0
+        assert row["seconds"][1] < row["seconds"][0]
+        assert compile_time.is_same(row)
+    other = report["rows"][0]["bytes"][1] | {"temp_bytes": 0}
+    assert not compile_time.is_same({"bytes": [report["rows"][0]["bytes"][0], other]})
 
 
 def test_peak_table_asks_the_compiler_where_the_walk_is_far_off(monkeypatch):

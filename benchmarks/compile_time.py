@@ -1,0 +1,119 @@
+"""Compare programs for a TPU that are compiled to the end with those whose buffers are assigned.
+
+The planner stops the compiler for TPUs before it generates machine code (`compile_program` with
+``code=False``). This script compiles the gradients of our models both ways, compares the bytes, and
+gives the seconds that the compiler took.
+
+    python benchmarks/compile_time.py --json benchmarks/results/compile_time_tpu-v5e.json
+
+Exit status: 0 if all bytes are the same, 1 if some are not, 2 for a wrong call or a compiler that
+is not installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import _common
+import jax
+from _common import MIB, Case
+
+import remat_kit
+from remat_kit._chip.compile import compile_program
+
+CASES = (
+    Case("VGG-11, batch 64", "vgg", {"depth": 11}),
+    Case("ResNet-18, batch 64", "resnet", {"depth": 18}),
+    Case("ResNet-50, batch 64", "resnet", {"depth": 50}),
+    Case("U-Net, batch 4", "unet", {"batch": 4}),
+    Case("ViT-B/16, batch 64", "vit", {}),
+    Case("GPT-12, batch 8", "gpt", {}),
+    Case("GPT-12 as a scan, batch 8", "gpt", {"scan": True}),
+    Case("Llama, 2 layers, 2k tokens", "llama_nnx", {"layers": 2, "seq": 2048}),
+    Case("MoE, 8 × 1024", "moe", {"seq": 1024}),
+    Case("LSTM", "lstm", {}),
+)
+SMOKE = (Case("VGG-11, batch 4", "vgg", {"depth": 11, "batch": 4, "image": 64}),)
+POLICIES = ("none", "nothing")
+BYTES = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "host_bytes", "peak_bytes")
+
+Row = dict[str, Any]
+
+
+def row_of(case: Case, policy: str, target: str) -> Row:
+    """Compile a model both ways."""
+    loss, args = case.loss(policy)
+    found = {
+        code: compile_program(loss, args, target, code=code, cache=False).memory
+        for code in (False, True)
+    }
+    return {
+        "model": case.name,
+        "policy": policy,
+        "target": target,
+        "stopped": found[False].code_bytes is None,
+        "seconds": [found[code].compile_seconds for code in (True, False)],
+        "bytes": [{name: getattr(found[code], name) for name in BYTES} for code in (True, False)],
+        "versions": dict(found[True].versions),
+    }
+
+
+def is_same(row: Row) -> bool:
+    """Tell whether both compilations of a model found the same bytes."""
+    whole, assigned = row["bytes"]
+    return whole == assigned
+
+
+def rendered(report: Mapping[str, Any]) -> str:
+    """Return a report as Markdown."""
+    lines = [
+        "| model | policy | temporaries, MiB | same bytes | whole, s | buffers, s | times |",
+        "|---|---|---:|---|---:|---:|---:|",
+    ]
+    for row in report["rows"]:
+        whole, assigned = row["seconds"]
+        temporaries = row["bytes"][0]["temp_bytes"]
+        stopped = "" if row["stopped"] else " (not stopped)"
+        lines.append(
+            f"| {row['model']} | {row['policy']} | "
+            f"{'–' if temporaries is None else f'{temporaries / MIB:,.0f}'} | "
+            f"{'yes' if is_same(row) else 'no'} | {whole:.1f} | {assigned:.1f}{stopped} | "
+            f"{whole / assigned if assigned else 1:.1f} |"
+        )
+    about = (
+        "Seconds until the compiler has the whole program, and until it has assigned all buffers; "
+        "another second is waited before it is stopped. *Same bytes*: arguments, results, aliased, "
+        "temporaries, host and peak."
+    )
+    return "\n".join([*lines, *_common.ending(report, about)])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    given: Sequence[str] = sys.argv[1:] if argv is None else argv
+    parser = _common.parser(__doc__)
+    parser.add_argument("--target", default="tpu-v5e", metavar="T", help="default: tpu-v5e")
+    options = parser.parse_args(given)
+    jax.config.update("jax_platforms", "cpu")
+    rows: list[Row] = []
+    try:
+        for case in SMOKE if options.smoke else CASES:
+            for policy in POLICIES:
+                print(f"{case.name}, {policy}", file=sys.stderr)
+                rows.append(row_of(case, policy, options.target))
+    except remat_kit.RematKitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    report = _common.described(__file__, given, (row["versions"] for row in rows))
+    report["rows"] = rows
+    table = rendered(report)
+    if options.json:
+        _common.write(options.json, report, table)
+    print(table)
+    return 0 if all(map(is_same, rows)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
