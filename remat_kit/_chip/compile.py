@@ -13,6 +13,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import re
 import statistics
@@ -319,9 +320,9 @@ def compile_program(
             found out here (see `losses.argnums_of`).
         call: the public function that error messages name.
         run: whether the program runs, if the target is ``local``.
-        code: whether the compiler has to generate machine code. If not, a TPU's is stopped when it
-            has assigned all buffers, which takes a small part of the time. The memory is the same,
-            but for the size of the code and the compiler's own figure of the peak, which are None.
+        code: whether the compiler has to generate machine code. If not, it is stopped when it has
+            assigned all buffers, if it takes more than a second longer. The memory is the same, but
+            for the size of the code and the compiler's own figure of the peak, which are None.
 
     Raises:
         RematKitError: as for `measure`.
@@ -332,8 +333,8 @@ def compile_program(
     return job.compiled(default_cache() if cache else None, run)
 
 
-# The part of a chip's memory in which a program's buffers leave room for its code, and for what a
-# TPU reserves. If they take more, the compiler may still refuse the program.
+# The part of a TPU's memory in which a program's buffers leave room for its code, and for what the
+# chip reserves. If they take more, the compiler may still refuse the program.
 _SURELY_FITS = 0.9
 
 
@@ -369,10 +370,11 @@ class _CompileJob:
 
     def without_code(self) -> _CompileJob:
         """Return a job that needs no machine code, if the compiler can be stopped before it."""
-        if self.request is None or self.chip.platform != "tpu" or _dumps(self.options):
+        if self.request is None or _dumps(self.options):
             return self
-        enough = int(_SURELY_FITS * self.chip.memory_bytes)
-        wanted = {"enough": enough, "patience": _START_SECONDS}
+        # The other compilers know no limit.
+        share = _SURELY_FITS if self.chip.platform == "tpu" else math.inf
+        wanted = {"enough": share * self.chip.memory_bytes, "patience": _START_SECONDS}
         return dataclasses.replace(self, request={**self.request, WITHOUT_CODE: wanted})
 
     def is_known(self, cache: Cache | None) -> bool:

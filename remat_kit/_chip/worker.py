@@ -5,9 +5,9 @@ print to the terminal, and may abort the process. They therefore run in a child 
 runs this file as a script. Its environment is set before JAX is imported, and it loads `lowering`,
 `assignment` and `_jax` on their own, so that it imports neither Flax nor the rest of the package.
 
-A request may ask for the memory without machine code, which a TPU's program takes long to generate.
-The child then answers as soon as the compiler has assigned all buffers, and ends, because nothing
-else stops a compiler. A program that needs nearly all of the chip's memory is compiled to the end.
+A request may ask for the memory without machine code, which takes long to generate. The child then
+answers as soon as the compiler has assigned all buffers, and ends, because nothing else stops a
+compiler. A program that needs nearly all of a TPU's memory is compiled to the end.
 
 Requests and answers are pickled dictionaries on the standard streams, each preceded by its length.
 What libraries print goes to standard error; the parent stores it and shows it only if the child
@@ -260,7 +260,8 @@ def answer(jax_section: Any, devices: dict[Any, Any], request: dict[str, Any]) -
         if WITHOUT_CODE not in request:
             found = compiled(request["options"])
         else:
-            found = _assigned(compiled, request["options"], **request[WITHOUT_CODE])
+            given = request["options"], request["platform"]
+            found = _assigned(compiled, *given, **request[WITHOUT_CODE])
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     return {"compile_seconds": time.perf_counter() - start, **found}
@@ -269,7 +270,8 @@ def answer(jax_section: Any, devices: dict[Any, Any], request: dict[str, Any]) -
 def _assigned(
     compiled: Callable[[Mapping[str, str]], dict[str, Any]],
     options: Mapping[str, str],
-    enough: int,
+    platform: str,
+    enough: float,
     patience: float,
 ) -> dict[str, Any]:
     """Compile a program until its buffers are assigned.
@@ -277,6 +279,7 @@ def _assigned(
     Args:
         compiled: compiles to the end.
         options: its argument.
+        platform: of the compiler.
         enough: the bytes above which the compiler may still refuse the program, so that it has to
             be compiled to the end.
         patience: the seconds that the compilation may take after that and still is not stopped.
@@ -287,7 +290,7 @@ def _assigned(
         whole = pool.submit(compiled, {**options, **assignment.dump_options(folder)})
         found = None
         while found is None and not concurrent.futures.wait([whole], _POLL_SECONDS).done:
-            found = assignment.read(folder)
+            found = assignment.read(folder, platform)
         # A compilation that is about to end is cheaper than a new child.
         ends = concurrent.futures.wait([whole], patience).done
         if ends and assignment.is_unknown_option(whole.exception()):
