@@ -1,10 +1,10 @@
-"""Compare programs for a TPU that are compiled to the end with those whose buffers are assigned.
+"""Compare programs that are compiled to the end with programs whose buffers are assigned.
 
-The planner stops the compiler for TPUs before it generates machine code (`compile_program` with
+The planner stops a compiler before it generates machine code (`compile_program` with
 ``code=False``). This script compiles the gradients of our models both ways, compares the bytes, and
 gives the seconds that the compiler took.
 
-    python benchmarks/compile_time.py --json benchmarks/results/compile_time_tpu-v5e.json
+    python benchmarks/compile_time.py --json benchmarks/results/compile_time.json
 
 Exit status: 0 if all bytes are the same, 1 if some are not, 2 for a wrong call or a compiler that
 is not installed.
@@ -18,7 +18,7 @@ from typing import Any
 
 import _common
 import jax
-from _common import MIB, Case
+from _common import MIB, TARGETS, Case
 
 import remat_kit
 from remat_kit._chip.compile import compile_program
@@ -30,6 +30,7 @@ CASES = (
     Case("U-Net, batch 4", "unet", {"batch": 4}),
     Case("ViT-B/16, batch 64", "vit", {}),
     Case("GPT-12, batch 8", "gpt", {}),
+    Case("DenseNet-121, batch 32", "densenet", {"depth": 121, "batch": 32}),
     Case("GPT-12 as a scan, batch 8", "gpt", {"scan": True}),
     Case("Llama, 2 layers, 2k tokens", "llama_nnx", {"layers": 2, "seq": 2048}),
     Case("MoE, 8 × 1024", "moe", {"seq": 1024}),
@@ -69,15 +70,15 @@ def is_same(row: Row) -> bool:
 def rendered(report: Mapping[str, Any]) -> str:
     """Return a report as Markdown."""
     lines = [
-        "| model | policy | temporaries, MiB | same bytes | whole, s | buffers, s | times |",
-        "|---|---|---:|---|---:|---:|---:|",
+        "| target | model | policy | temporaries, MiB | same bytes | whole, s | buffers, s | times |",
+        "|---|---|---|---:|---|---:|---:|---:|",
     ]
     for row in report["rows"]:
         whole, assigned = row["seconds"]
         temporaries = row["bytes"][0]["temp_bytes"]
         stopped = "" if row["stopped"] else " (not stopped)"
         lines.append(
-            f"| {row['model']} | {row['policy']} | "
+            f"| {row['target']} | {row['model']} | {row['policy']} | "
             f"{'–' if temporaries is None else f'{temporaries / MIB:,.0f}'} | "
             f"{'yes' if is_same(row) else 'no'} | {whole:.1f} | {assigned:.1f}{stopped} | "
             f"{whole / assigned if assigned else 1:.1f} |"
@@ -94,15 +95,16 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     given: Sequence[str] = sys.argv[1:] if argv is None else argv
     parser = _common.parser(__doc__)
-    parser.add_argument("--target", default="tpu-v5e", metavar="T", help="default: tpu-v5e")
+    parser.add_argument("--target", action="append", metavar="T", help="default: all three")
     options = parser.parse_args(given)
     jax.config.update("jax_platforms", "cpu")
     rows: list[Row] = []
     try:
-        for case in SMOKE if options.smoke else CASES:
-            for policy in POLICIES:
-                print(f"{case.name}, {policy}", file=sys.stderr)
-                rows.append(row_of(case, policy, options.target))
+        for target in options.target or TARGETS:
+            for case in SMOKE if options.smoke else CASES:
+                for policy in POLICIES:
+                    print(f"{target}: {case.name}, {policy}", file=sys.stderr)
+                    rows.append(row_of(case, policy, target))
     except remat_kit.RematKitError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

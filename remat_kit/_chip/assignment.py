@@ -38,7 +38,10 @@ def dump_options(folder: str) -> dict[str, str]:
 
 
 def is_unknown_option(error: BaseException | None) -> bool:
-    """Tell whether a compiler refused a program because it knows one of these options not."""
+    """Tell whether a compiler refused a program because it does not know one of the options.
+
+    The compilers of jaxlib 0.10.2 for CPUs and GPUs do not.
+    """
     return any(f"No such compile option: '{name}'" in str(error) for name in dump_options(""))
 
 
