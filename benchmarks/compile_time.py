@@ -70,7 +70,7 @@ def is_same(row: Row) -> bool:
 def rendered(report: Mapping[str, Any]) -> str:
     """Return a report as Markdown."""
     lines = [
-        "| target | model | policy | temporaries, MiB | same bytes | whole, s | buffers, s | times |",
+        "| target | model | policy | MiB | same bytes | whole, s | stopped, s | times |",
         "|---|---|---|---:|---|---:|---:|---:|",
     ]
     for row in report["rows"]:
@@ -84,9 +84,9 @@ def rendered(report: Mapping[str, Any]) -> str:
             f"{whole / assigned if assigned else 1:.1f} |"
         )
     about = (
-        "Seconds until the compiler has the whole program, and until it has assigned all buffers; "
-        "another second is waited before it is stopped. *Same bytes*: arguments, results, aliased, "
-        "temporaries, host and peak."
+        "MiB of temporaries. Seconds until the compiler has the whole program, and until it is "
+        "stopped, a second after it has assigned all buffers. *Same bytes*: arguments, results, "
+        "aliased, temporaries, host and peak."
     )
     return "\n".join([*lines, *_common.ending(report, about)])
 
