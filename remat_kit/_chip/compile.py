@@ -9,6 +9,7 @@ compilers.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -17,8 +18,9 @@ import math
 import os
 import re
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
@@ -626,7 +628,8 @@ def _ask(request: dict[str, Any], chip: Target, call: str) -> dict[str, Any]:
             _close_workers_of_cpus()
         _workers[place] = Worker(_environment(chip.platform, cpus))
     try:
-        return _workers[place].ask(request)
+        with _folder(request) as given:
+            return _workers[place].ask(given)
     except WorkerDiedError as death:
         last = "\n".join(f"    {line[:300]}" for line in death.stderr_lines[-8:])
         raise CompileError(
@@ -635,6 +638,25 @@ def _ask(request: dict[str, Any], chip: Target, call: str) -> dict[str, Any]:
             hint="the next call starts a new one; if this program ends it every time, the "
             "compiler has a fault: try a smaller program or another version of the compiler",
         ) from None
+
+
+@contextlib.contextmanager
+def _folder(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Add a temporary folder to a request for the memory without code.
+
+    If none can be made, the request asks for the whole compilation.
+    """
+    whole = {name: value for name, value in request.items() if name != WITHOUT_CODE}
+    if WITHOUT_CODE not in request:
+        yield whole
+        return
+    try:
+        made = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    except OSError:
+        yield whole
+        return
+    with made as folder:
+        yield {**whole, WITHOUT_CODE: {**request[WITHOUT_CODE], "folder": folder}}
 
 
 def _close_workers_of_cpus() -> None:

@@ -271,6 +271,7 @@ def _assigned(
     compiled: Callable[[Mapping[str, str]], dict[str, Any]],
     options: Mapping[str, str],
     platform: str,
+    folder: str,
     enough: float,
     patience: float,
 ) -> dict[str, Any]:
@@ -280,24 +281,24 @@ def _assigned(
         compiled: compiles to the end.
         options: its argument.
         platform: of the compiler.
+        folder: an empty one, which the parent removes: the compiler may write into it to the last.
         enough: the bytes above which the compiler may still refuse the program, so that it has to
             be compiled to the end.
         patience: the seconds that the compilation may take after that and still is not stopped.
     """
     assignment = _load("assignment")
     pool = concurrent.futures.ThreadPoolExecutor(1)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        whole = pool.submit(compiled, {**options, **assignment.dump_options(folder)})
-        found = None
-        while found is None and not concurrent.futures.wait([whole], _POLL_SECONDS).done:
-            found = assignment.read(folder, platform)
-        # A compilation that is about to end is cheaper than a new child.
-        ends = concurrent.futures.wait([whole], patience).done
-        if ends and assignment.is_unknown_option(whole.exception()):
-            return compiled(options)
-        if ends or found is None or assignment.needs(found["memory"]) > enough:
-            return whole.result()
-        return {**found, UNFINISHED: True}
+    whole = pool.submit(compiled, {**options, **assignment.dump_options(folder)})
+    found = None
+    while found is None and not concurrent.futures.wait([whole], _POLL_SECONDS).done:
+        found = assignment.read(folder, platform)
+    # A compilation that is about to end is cheaper than a new child.
+    ends = concurrent.futures.wait([whole], patience).done
+    if ends and assignment.is_unknown_option(whole.exception()):
+        return compiled(options)
+    if ends or found is None or assignment.needs(found["memory"]) > enough:
+        return whole.result()
+    return {**found, UNFINISHED: True}
 
 
 def _leave_with(parent: int) -> None:

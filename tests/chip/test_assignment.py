@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -245,6 +246,28 @@ def test_the_folder_of_a_user_gets_what_the_compiler_writes(
     found = compile_program(fn, args, "cpu", code=False, cache=False, compiler_options=options)
     assert found.memory.code_bytes is not None
     assert [*(tmp_path / "own").iterdir()]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_nothing_is_left_in_the_temporary_folder(chip, tmp_path, monkeypatch, impatient):
+    needs(chip)
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    for program in ("convolutional", "attention"):
+        fn, *args = PROGRAMS[program]
+        compile_program(fn, args, chip, code=False, cache=False)
+    assert not [*folder.iterdir()]
+
+
+def test_without_a_temporary_folder_programs_are_compiled_to_the_end(monkeypatch, impatient):
+    def fails(**_):
+        raise FileNotFoundError("no usable temporary directory")
+
+    fn, *args = PROGRAMS["convolutional"]
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", fails)
+    memory = compile_program(fn, args, "cpu", code=False, cache=False).memory
+    assert memory.code_bytes is not None
 
 
 def test_a_compiler_that_writes_nothing_is_not_stopped(tmp_path):
