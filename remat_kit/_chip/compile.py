@@ -587,13 +587,15 @@ def _known(request: Mapping[str, Any], identity: str, cache: Cache | None) -> di
     if cache is None:
         return None
     whole = {name: value for name, value in request.items() if name != WITHOUT_CODE}
-    known = _checked_answer(cache.get(_key(whole, identity)), _jax.MEMORY_FIELDS)
+    known = _checked_answer(cache.get(_key(whole, identity)))
     if known is None and WITHOUT_CODE in request:
         known = _checked_answer(cache.get(_key(request, identity)), _assignment.FIELDS)
     return known
 
 
-def _checked_answer(data: bytes | None, counts: Sequence[str]) -> dict[str, Any] | None:
+def _checked_answer(
+    data: bytes | None, counts: Sequence[str] = _jax.MEMORY_FIELDS
+) -> dict[str, Any] | None:
     """Parse a stored answer; None if it is not one, for example because of another release.
 
     ``counts`` are the fields of its memory.
