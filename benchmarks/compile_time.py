@@ -25,16 +25,11 @@ from remat_kit._chip.compile import compile_program
 
 CASES = (
     Case("VGG-11, batch 64", "vgg", {"depth": 11}),
-    Case("ResNet-18, batch 64", "resnet", {"depth": 18}),
     Case("ResNet-50, batch 64", "resnet", {"depth": 50}),
     Case("U-Net, batch 4", "unet", {"batch": 4}),
-    Case("ViT-B/16, batch 64", "vit", {}),
     Case("GPT-12, batch 8", "gpt", {}),
-    Case("DenseNet-121, batch 32", "densenet", {"depth": 121, "batch": 32}),
     Case("GPT-12 as a scan, batch 8", "gpt", {"scan": True}),
     Case("Llama, 2 layers, 2k tokens", "llama_nnx", {"layers": 2, "seq": 2048}),
-    Case("MoE, 8 × 1024", "moe", {"seq": 1024}),
-    Case("LSTM", "lstm", {}),
 )
 SMOKE = (Case("VGG-11, batch 4", "vgg", {"depth": 11, "batch": 4, "image": 64}),)
 POLICIES = ("none", "nothing")
