@@ -289,6 +289,7 @@ def _assigned(
     assignment = _load("assignment")
     pool = concurrent.futures.ThreadPoolExecutor(1)
     whole = pool.submit(compiled, {**options, **assignment.dump_options(folder)})
+    pool.shutdown(wait=False)  # once the compilation has ended
     found = None
     while found is None and not concurrent.futures.wait([whole], _POLL_SECONDS).done:
         found = assignment.read(folder, platform)
