@@ -25,8 +25,6 @@ from remat_kit._chip.compile import compile_program
 
 CASES = (
     Case("VGG-11, batch 64", "vgg", {"depth": 11}),
-    Case("ResNet-50, batch 64", "resnet", {"depth": 50}),
-    Case("U-Net, batch 4", "unet", {"batch": 4}),
     Case("GPT-12, batch 8", "gpt", {}),
     Case("GPT-12 as a scan, batch 8", "gpt", {"scan": True}),
     Case("Llama, 2 layers, 2k tokens", "llama_nnx", {"layers": 2, "seq": 2048}),
