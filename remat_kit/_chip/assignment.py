@@ -1,10 +1,10 @@
 """How much memory does a program take whose buffers are assigned, but that has no machine code yet?
 
-XLA optimizes a program, assigns all of its buffers, and then generates machine code. The code takes
-most of the time (``benchmarks/compile_time.py``), and the memory is known before. If it is asked to
-(``xla_dump_to``), the compiler writes the assigned buffers and the optimized, scheduled program
-into a folder before it starts with the code. `read` reads them, so that `worker` can stop the
-compiler there.
+XLA optimizes a program, assigns all of its buffers, and then generates machine code. For a TPU the
+code takes nearly all of the time (``benchmarks/compile_time.py``), and the memory is known before.
+If it is asked to (``xla_dump_to``), the compiler writes the assigned buffers and the optimized,
+scheduled program into a folder before it starts with the code. `read` reads them, so that `worker`
+can stop the compiler there.
 
 `tests/chip/test_assignment.py` compares with programs that are compiled to the end. The module
 imports nothing of the package, because the worker loads it on its own.
