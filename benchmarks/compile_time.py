@@ -47,7 +47,7 @@ def row_of(case: Case, policy: str, target: str) -> Row:
         "model": case.name,
         "policy": policy,
         "target": target,
-        "stopped": found[False].code_bytes is None,
+        "stopped": found[False].fits and found[False].code_bytes is None,
         "seconds": [found[code].compile_seconds for code in (True, False)],
         "bytes": [{name: getattr(found[code], name) for name in BYTES} for code in (True, False)],
         "versions": dict(found[True].versions),
@@ -67,21 +67,26 @@ def rendered(report: Mapping[str, Any]) -> str:
         "|---|---|---|---:|---|---:|---:|---:|",
     ]
     for row in report["rows"]:
-        whole, assigned = row["seconds"]
         temporaries = row["bytes"][0]["temp_bytes"]
-        stopped = "" if row["stopped"] else " (not stopped)"
-        lines.append(
-            f"| {row['target']} | {row['model']} | {row['policy']} | "
-            f"{'–' if temporaries is None else f'{temporaries / MIB:,.0f}'} | "
-            f"{'yes' if is_same(row) else 'no'} | {whole:.1f} | {assigned:.1f}{stopped} | "
-            f"{whole / assigned if assigned else 1:.1f} |"
-        )
+        cells = [row["target"], row["model"], row["policy"]]
+        if temporaries is None:
+            cells += ["refused", _yes(is_same(row)), "", "", ""]
+        else:
+            whole, assigned = row["seconds"]
+            cells += [f"{temporaries / MIB:,.0f}", _yes(is_same(row)), f"{whole:.1f}"]
+            cells += [f"{assigned:.1f}" + ("" if row["stopped"] else " (not stopped)")]
+            cells += [f"{whole / assigned:.1f}"]
+        lines.append("| " + " | ".join(cells) + " |")
     about = (
         "MiB of temporaries. Seconds until the compiler has the whole program, and until it is "
         "stopped, a second after it has assigned all buffers. *Same bytes*: arguments, results, "
-        "aliased, temporaries, host and peak."
+        "aliased, temporaries, host and peak. *Refused*: it does not fit on the chip."
     )
     return "\n".join([*lines, *_common.ending(report, about)])
+
+
+def _yes(found: bool) -> str:
+    return "yes" if found else "no"
 
 
 def main(argv: list[str] | None = None) -> int:

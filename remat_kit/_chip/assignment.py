@@ -57,7 +57,8 @@ def read(folder: str, platform: str) -> dict[str, Any] | None:
         ``"memory"``, without those of the code and of the peak.
     """
     found = [*Path(folder).glob("*after_optimizations.txt")]  # written after the buffers
-    if len(found) != 1:
+    begun = [*Path(folder).glob("*before_optimizations.txt")]  # other programs, if it compiles some
+    if len(found) != 1 or len(begun) != 1:
         return None
     buffers = found[0].with_name(f"{found[0].stem}-buffer-assignment.txt")
     try:
@@ -75,9 +76,10 @@ def sizes(text: str, platform: str) -> dict[str, int] | None:
     """Return the bytes of arguments, results and temporaries in the text of a buffer assignment.
 
     They are those of `CompiledMemoryStats`: a parameter that shares its memory with a result counts
-    in both, and as an alias. A TPU's buffers in memories of a color are inside of the chip; its
-    temporaries are rounded up to 16 KiB, and a heap that holds nothing but tables of tuples is
-    dropped. Seen on jaxlib 0.10.2 and 0.12, libtpu 0.0.52.
+    as an argument, as a result, and as an alias. On a TPU, buffers whose color is not that of the
+    host are in memories inside of the chip and do not count. Its temporaries are rounded up to
+    16 KiB; they count as nothing if all of them are the tables of addresses that tuples have. Seen
+    on jaxlib 0.10.2 and 0.12, libtpu 0.0.52.
 
     >>> sizes(
     ...     "allocation 0: size 512, page 0, parameter 0, shape |f32[2]| at ShapeIndex {}:\\n"
@@ -98,7 +100,7 @@ def sizes(text: str, platform: str) -> dict[str, int] | None:
     for head, end in zip(heads, ends, strict=True):
         size, color, kind = int(head[1]), head[2], head[3]
         if is_tpu and color not in (None, _HOST):
-            continue
+            continue  # inside of the chip
         into = host if color == _HOST else chip
         is_result = "maybe-live-out" in kind
         if ", parameter " in kind:

@@ -583,14 +583,18 @@ def _answer(
 
 
 def _known(request: Mapping[str, Any], identity: str, cache: Cache | None) -> dict[str, Any] | None:
-    """Return the stored answer to a request, or to the same one that asked for more."""
+    """Return the stored answer to a request; that of the whole compilation serves any request."""
     if cache is None:
         return None
-    whole = {name: value for name, value in request.items() if name != WITHOUT_CODE}
-    known = _checked_answer(cache.get(_key(whole, identity)))
+    known = _checked_answer(cache.get(_key(_whole(request), identity)))
     if known is None and WITHOUT_CODE in request:
         known = _checked_answer(cache.get(_key(request, identity)), _assignment.FIELDS)
     return known
+
+
+def _whole(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request for the whole compilation."""
+    return {name: value for name, value in request.items() if name != WITHOUT_CODE}
 
 
 def _checked_answer(
@@ -648,17 +652,16 @@ def _folder(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     If none can be made, the request asks for the whole compilation.
     """
-    whole = {name: value for name, value in request.items() if name != WITHOUT_CODE}
     if WITHOUT_CODE not in request:
-        yield whole
+        yield request
         return
     try:
         made = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     except OSError:
-        yield whole
+        yield _whole(request)
         return
     with made as folder:
-        yield {**whole, WITHOUT_CODE: {**request[WITHOUT_CODE], "folder": folder}}
+        yield {**request, WITHOUT_CODE: {**request[WITHOUT_CODE], "folder": folder}}
 
 
 def _close_workers_of_cpus() -> None:

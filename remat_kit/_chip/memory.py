@@ -42,7 +42,7 @@ class Memory:
         alias_bytes: results that take over the memory of donated arguments.
         temp_bytes: the temporaries; None if the program did not compile.
         code_bytes: the machine code. The compiler for TPUs counts it against the chip's memory.
-            None if it generated none, as for the plans that `plan` compares.
+            None if it generated none: the planner stops the compiler before the code.
         host_bytes: arguments, results and temporaries in the host's memory.
         peak_bytes: on the device: arguments + results − aliased + temporaries. If the program does
             not fit, the bytes that it needs according to the compiler, or None.

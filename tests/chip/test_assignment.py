@@ -21,6 +21,7 @@ from remat_kit._chip.compile import compile_program
 from remat_kit._chip.target import target
 from remat_kit._compiled import hlo as _hlo
 from remat_kit._compiled import peak as _peak
+from remat_kit._errors import CompileError
 
 TPU = "tpu-v5e"
 
@@ -134,15 +135,26 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_memory_is_that_of_the_whole_compilation(program, chip, impatient):
+def test_what_a_compiler_writes_is_the_memory_that_it_returns(program, chip, tmp_path):
+    needs(chip)
     fn, *args = PROGRAMS[program]
-    one, other = both(fn, args, chip)
-    assert numbers(one.memory) == numbers(other.memory)
+    options, platform = assignment.dump_options(str(tmp_path)), target(chip).platform
+    try:
+        whole = compile_program(fn, args, chip, cache=False, compiler_options=options)
+    except CompileError as error:
+        if assignment.is_unknown_option(error):
+            pytest.skip("the compilers of this jaxlib are not stopped")
+        raise
+    found = assignment.read(str(tmp_path), platform)
+    memory = _compile._memory({**found, "compile_seconds": 0.0}, target(chip), False, (0, 0))
+    assert memory.code_bytes is None
+    shapes = {"adamw_bytes": whole.memory.adamw_bytes}
+    assert numbers(dataclasses.replace(memory, **shapes)) == numbers(whole.memory)
     if program == "offloaded" and chip != "cpu":
-        assert one.memory.host_bytes >= 8 * 16384 * 1024 * 4
+        assert memory.host_bytes >= 8 * 16384 * 1024 * 4
     peaks = [
-        _peak.anatomy(_hlo.parse(c.hlo_text), platform=target(chip).platform).peak
-        for c in (one, other)
+        _peak.anatomy(_hlo.parse(text), platform=platform).peak
+        for text in (found["hlo"], whole.hlo_text)
     ]
     assert peaks[0].phase == peaks[1].phase
     assert peaks[0].bytes == peaks[1].bytes
@@ -285,9 +297,14 @@ def test_a_compiler_that_writes_nothing_is_not_stopped(tmp_path):
     buffers.write_text("of another form")
     assert read() is None
     buffers.write_text("allocation 0: size 4, maybe-live-out:\n")
+    assert read() is None
+    (tmp_path / "module_0000.before_optimizations.txt").write_text(whole)
     found = read()
     assert found["hlo"] == whole
     assert found["memory"]["output_size_in_bytes"] == 4
+    (tmp_path / "module_0001.before_optimizations.txt").write_text(whole)
+    assert read() is None  # of two programs it is not known which one is meant
+    (tmp_path / "module_0001.before_optimizations.txt").unlink()
     hlo.write_text(whole[: whole.rindex("}")])
     assert read() is None
 
