@@ -20,6 +20,10 @@ import jax
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
+import remat_kit
+from remat_kit._chip import compile as _compile
+from remat_kit._inspect import tables as _tables
+
 ROOT = pathlib.Path(__file__).parents[1]
 POLICIES = ("none", "nothing", "dots")
 TARGETS = ("cpu", "h100", "tpu-v5e")
@@ -108,6 +112,32 @@ def described(
         "date": datetime.date.today().isoformat(),
         "versions": found,
     }
+
+
+def versions(target: str) -> dict[str, str]:
+    """Return the versions that plans for a chip depend on: Python, JAX, Flax and the compiler.
+
+    Those of remat_kit itself are left out, as the planner's revision says more.
+    """
+    found = {"python": platform.python_version()} | _tables.versions()
+    found |= _compile._versions(remat_kit.target(target).platform)
+    return without(found, "remat-kit")
+
+
+def rows_by_model(path: pathlib.Path | None) -> dict[str, dict[str, Any]]:
+    """Return the rows of an earlier run by the name of the model; none without such a file."""
+    if path is None or not path.exists() or not path.stat().st_size:
+        return {}
+    return {row["model"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
+
+
+def reported(
+    script: str, given: Sequence[str], rows: Iterable[Mapping[str, Any]], cases: Iterable[Case]
+) -> dict[str, Any]:
+    """Return a report of rows with their versions, in the order of the models."""
+    order = [case.name for case in cases]
+    found = sorted(rows, key=lambda row: order.index(row["model"]))
+    return described(script, given, (row["versions"] for row in found)) | {"rows": found}
 
 
 def ending(report: Mapping[str, Any], about: str, *, compiled_only: bool = True) -> list[str]:

@@ -2,8 +2,8 @@
 
 Nothing is compiled. A row is one model on one chip: what it takes with no policy, with two presets
 on every block and under plans, and what each computes twice. Compiled memory is that of
-`results/readme_table.json` and `results/planner_*.json`; what presets compute twice is in
-`results/baselines_*.json`.
+`results/readme_table.json`, `results/planner_CHIP.json` and, for plans with segments in pieces,
+`results/pieces_CHIP.json`; what presets compute twice is in `results/baselines_CHIP.json`.
 
     python benchmarks/headline.py --update-readme
 
@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import _common
+import pieces
 import planner
 import readme_table
 from _common import MIB, ROOT
@@ -30,6 +31,7 @@ BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
 PRESETS = ("nothing", "dots")
 BUDGETS = ("min", "0.3", "0.45")
 GAP_AT = "0.3"
+IN_PIECES = ("0.1", "min")
 
 
 class MissingError(Exception):
@@ -42,18 +44,24 @@ class Row:
 
     name: str
     chip: str
-    planner: str  # the file with its plans
+    case: str  # in planner.CASES and in pieces.CASES
     model: str  # in readme_table.json
     baseline: str  # in baselines_CHIP.json
 
     @property
+    def planner(self) -> str:
+        """The file with its plans."""
+        return f"planner_{self.chip}"
+
+    @property
     def files(self) -> tuple[str, ...]:
         """The results that it is taken from."""
-        return f"{self.planner}.json", f"baselines_{self.chip}.json", "readme_table.json"
+        kinds = ("planner", "pieces", "baselines")
+        return *(f"{kind}_{self.chip}.json" for kind in kinds), "readme_table.json"
 
     def cells(self) -> list[str]:
         """Return the row's cells."""
-        (found,) = loaded(f"{self.planner}.json")["rows"]
+        found = row_in(self.planner, planner.CASES[self.case].name)
         plans = {plan["budget"]: plan for plan in found["plans"] if "error" not in plan}
         plain = of(plans, "min", self.planner)["baseline_temp_bytes"]
         cells = [self.name, self.chip, f"{plain / MIB:,.0f}"]
@@ -63,8 +71,18 @@ class Row:
             plan = of(plans, budget, self.planner)
             memory = cell(plan["compiled_temp_bytes"], plan["extra_flops_fraction"])
             cells.append(f"{memory}, {time_cell(plan)}")
-        gap = planner.over_the_bound(of(plans, GAP_AT, self.planner))
-        return [*cells, gap, f"`{self.planner}`"]
+        cells.append(f"{of(plans, GAP_AT, self.planner)['gap']:.3f}")
+        least = of(plans, "min", self.planner)["compiled_temp_bytes"]
+        return cells + [self.in_pieces(budget, least) for budget in IN_PIECES]
+
+    def in_pieces(self, budget: str, least: int) -> str:
+        """A plan with pieces, or – if it takes no less than the least plan without them."""
+        found = row_in(f"pieces_{self.chip}", pieces.CASES[self.case].name)["pieces"][budget]
+        if found is None or found[0] * MIB >= least:
+            return "–"
+        size, _, flops, seconds, *_ = found
+        # A step is three forward passes.
+        return f"{cell(size * MIB, 3 * flops)}, +{100 * seconds:.1f} %"
 
     def compiled_bytes(self, preset: str) -> int:
         """What the compiler takes for temporaries with a preset on every block."""
@@ -75,20 +93,20 @@ class Row:
     def extra(self, preset: str) -> float:
         """What a preset on every block computes twice, in forward passes."""
         file = f"baselines_{self.chip}"
-        models = {row["model"]: row for row in loaded(f"{file}.json")["rows"]}
-        found = _common.unpacked(of(models, self.baseline, file)["points"])
+        found = _common.unpacked(row_in(file, self.baseline)["points"])
         points = {point["name"]: point for point in found}
         return of(points, f"block {preset}", file)["extra_flops_fraction"]
 
 
-_RESNET = ("ResNet-50, 64 images", "ResNet-50, 64 images")
-_GPT = ("GPT, 12 layers, 8 × 1024 tokens", "GPT, 12 layers, 8 × 1024 tokens")
+_RESNET = ("resnet50", "ResNet-50, 64 images", "ResNet-50, 64 images")
+_GPT = ("gpt12", "GPT, 12 layers, 8 × 1024 tokens", "GPT, 12 layers, 8 × 1024 tokens")
 ROWS = (
-    Row("ResNet-50, 64 images", "h100", "planner_resnet50_h100", *_RESNET),
-    Row("ResNet-50, 64 images", "cpu", "planner_resnet50_cpu", *_RESNET),
-    Row("GPT, 12 layers, 8 × 1024 tokens", "h100", "planner_gpt12_h100", *_GPT),
-    Row("GPT, 12 layers, 8 × 1024 tokens", "cpu", "planner_gpt12_cpu", *_GPT),
-    Row("GPT, 12 layers, 8 × 1024 tokens", "tpu-v5e", "planner_gpt12_tpu-v5e", *_GPT),
+    Row("ResNet-50, 64 images", "h100", *_RESNET),
+    Row("ResNet-50, 64 images", "cpu", *_RESNET),
+    Row("ResNet-50, 64 images", "tpu-v5e", *_RESNET),
+    Row("GPT, 12 layers, 8 × 1024 tokens", "h100", *_GPT),
+    Row("GPT, 12 layers, 8 × 1024 tokens", "cpu", *_GPT),
+    Row("GPT, 12 layers, 8 × 1024 tokens", "tpu-v5e", *_GPT),
 )
 
 
@@ -105,6 +123,11 @@ def _read(file: str, mtime_ns: int) -> dict[str, Any]:
     return json.loads((RESULTS / file).read_text(encoding="utf-8"))
 
 
+def row_in(file: str, model: str) -> dict[str, Any]:
+    """Return a model's row of a result."""
+    return of({row["model"]: row for row in loaded(f"{file}.json")["rows"]}, model, file)
+
+
 def of(found: Mapping[Any, Any], key: Any, file: str) -> Any:
     """Return one entry of a result.
 
@@ -117,7 +140,7 @@ def of(found: Mapping[Any, Any], key: Any, file: str) -> Any:
     return found[key]
 
 
-def cell(temp_bytes: int, extra_fraction: float) -> str:
+def cell(temp_bytes: float, extra_fraction: float) -> str:
     """Return memory and work.
 
     >>> cell(2**31, 0.123)
@@ -144,19 +167,21 @@ def rendered() -> str:
     """Return the table as Markdown."""
     columns = ["model", "chip", "`none`", *(f"`{preset}` on blocks" for preset in PRESETS)]
     columns += [f"plan `{budget}`" for budget in BUDGETS]
-    columns += [f"over the bound at `{GAP_AT}`", "results"]
+    columns += [f"over the bound at `{GAP_AT}`", *(f"`{b}` in pieces" for b in IN_PIECES)]
     return "\n".join(
         [
             "Temporary memory of one compiled `value_and_grad` in MiB, float32, and after the "
             "comma what is computed twice, in FLOPs of the forward pass. For plans, the extra time "
             "of the step by the roofline follows. A plan's budget is a fraction of the temporaries "
-            "without it; `min` is the least memory. The last figure is the extra work of a plan "
-            "less the lower bound on it, in forward passes; – means not measured. "
+            "without it; `min` is the least memory. *Over the bound* is the extra work of a plan "
+            "less the lower bound on it, in forward passes. Plans *in pieces* also run segments in "
+            "pieces of an axis (`pieces=True`); – stands where none takes less than the least plan "
+            "without pieces. "
             "No chip but a CPU was there. "
             "Made from `benchmarks/results/` by `python benchmarks/headline.py --update-readme`.",
             "",
             "| " + " | ".join(columns) + " |",
-            "|---|---|" + "---:|" * (len(columns) - 3) + "---|",
+            "|---|---|" + "---:|" * (len(columns) - 2),
             *lines().values(),
         ]
     )

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,9 +38,7 @@ import _common
 from _common import MIB, Case
 
 import remat_kit
-from remat_kit._chip import compile as _compile
 from remat_kit._chip.memory import temporaries
-from remat_kit._inspect import tables as _tables
 from remat_kit._planner.revision import REVISION
 from remat_kit._planner.search import Answer, Search
 from remat_kit._planner.steps import frontier_for
@@ -118,9 +115,7 @@ def rows_of(
 
 def current(model: str, target: str) -> Row:
     """What a row must have in common with the one that would be taken now."""
-    versions = {"python": platform.python_version()} | _tables.versions()
-    versions |= _compile._versions(remat_kit.target(target).platform)
-    versions.pop("remat-kit", None)  # the planner's revision says more
+    versions = _common.versions(target)
     return {"model": model, "target": target, "planner": REVISION, "versions": versions}
 
 
@@ -329,17 +324,9 @@ def is_kept(row: Row, wanted: Row, shares: Sequence[float]) -> bool:
 
 def reported(given: Sequence[str], rows: Iterable[Row]) -> dict[str, Any]:
     """Return a report of rows, in the order of the models."""
-    order = [case.name for case in (*CASES.values(), *SMOKE.values())]
-    found = sorted(rows, key=lambda row: order.index(row["model"]))
-    report = _common.described(__file__, given, (row["versions"] for row in found))
+    report = _common.reported(__file__, given, rows, (*CASES.values(), *SMOKE.values()))
+    found = report.pop("rows")
     return report | {"target": found[0]["target"] if found else "", "rows": found}
-
-
-def earlier(path: pathlib.Path | None) -> dict[str, Row]:
-    """Return the rows of an earlier run, by model."""
-    if path is None or not path.exists() or not path.stat().st_size:
-        return {}
-    return {row["model"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -363,9 +350,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _longest(options, given)
     cases = SMOKE if options.smoke else {name: CASES[name] for name in options.models}
     shares = SHARES[:1] if options.smoke else SHARES
-    rows = {} if options.fresh else earlier(options.json)
+    rows = {} if options.fresh else _common.rows_by_model(options.json)
     for path in options.merge:
-        rows |= earlier(path)
+        rows |= _common.rows_by_model(path)
     if not options.merge:
         try:
             for case in cases.values():

@@ -6,8 +6,11 @@ far off was the prediction, how much is computed twice. Recomputed work is shown
 those of matrix products and convolutions alone, which is what PyTorch's planner counts, and as
 roofline time. The bound is that of the objective.
 
-    python benchmarks/planner.py --json benchmarks/results/planner.json
     python benchmarks/planner.py --model resnet50 --budget 0.37 0.62 --target cpu
+    python benchmarks/planner.py --target h100 --json planner_h100.json
+
+A model is written as soon as it is done. One that is in the file already, with the same planner,
+versions, budgets and objective, is not taken again.
 
 Exit status: 0 when done, 1 if a plan is over its budget or takes more memory than one for a larger
 budget, 2 for a wrong call.
@@ -16,8 +19,9 @@ budget, 2 for a wrong call.
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import _common
@@ -27,6 +31,9 @@ import remat_kit
 from remat_kit._planner import plan as _plan
 from remat_kit._planner.costs.graph import CostGraph, Equation
 from remat_kit._planner.costs.simulate import simulate
+from remat_kit._planner.revision import REVISION
+
+Row = dict[str, Any]
 
 CASES = {
     "mlp32": Case("residual MLP, 32 blocks", "residual_mlp", {}),
@@ -46,28 +53,37 @@ SMOKE = {
 }
 
 
-def rows(
-    cases: Sequence[Case], chip: str, budgets: Sequence[str], objective: str = "balanced"
-) -> Iterator[dict[str, Any]]:
-    """Plan each model; compile a plan for each budget."""
-    with _common.progress() as bar:
-        job = bar.add_task("", total=len(cases) * (1 + len(budgets)))
-        for case in cases:
-            bar.update(job, description=case.name)
-            fn, args = case.loss("none")
-            front = remat_kit.frontier(fn, *args, target=chip, objective=objective)
-            bar.advance(job)
-            plans = _plan.plans(fn, *args, budgets=budgets, target=chip, objective=objective)
-            bar.advance(job, advance=len(budgets))
-            products = products_only(front.graph)
-            found = [
-                {"budget": budget, **_described(plan, products)}
-                for budget, plan in zip(budgets, plans, strict=True)
-            ]
-            plain = front.to_json()
-            for point, shown in zip(front.points, plain["points"], strict=True):
-                shown["extra_products_fraction"] = products_again(products, point.schedule)
-            yield {"model": case.name, "frontier": plain, "plans": found}
+def row_of(case: Case, wanted: Row) -> Row:
+    """Plan a model, compile a plan for each budget, and return all of it.
+
+    Args:
+        case: the model.
+        wanted: what `wanted_row` returns.
+    """
+    fn, args = case.loss("none")
+    options: dict[str, Any] = {"target": wanted["target"], "objective": wanted["objective"]}
+    front = remat_kit.frontier(fn, *args, **options)
+    plans = _plan.plans(fn, *args, budgets=wanted["budgets"], **options)
+    products = products_only(front.graph)
+    plain = front.to_json()
+    for point, shown in zip(front.points, plain["points"], strict=True):
+        shown["extra_products_fraction"] = products_again(products, point.schedule)
+    found = [_described(plan, products) for plan in plans]
+    for budget, plan in zip(wanted["budgets"], found, strict=True):
+        plan["budget"] = budget
+    return {**wanted, "frontier": plain, "plans": found}
+
+
+def wanted_row(case: Case, chip: str, budgets: Sequence[str], objective: str) -> Row:
+    """Return what a row must have in common with the one that would be taken now."""
+    return {
+        "model": case.name,
+        "target": chip,
+        "objective": objective,
+        "budgets": [*budgets],
+        "planner": REVISION,
+        "versions": _common.versions(chip),
+    }
 
 
 def _described(plan: Any, products: CostGraph) -> dict[str, Any]:
@@ -119,18 +135,16 @@ def rendered(report: dict[str, Any]) -> str:
         lines.append(
             f"| {row['model']} | {front['equations']} | {front['planning_seconds']:.1f} | "
             f"{front['points']} | {peaks} | {first['extra_flops_fraction']:.3f} | "
-            f"{_figure(first, 'extra_products_fraction')} |"
+            f"{first['extra_products_fraction']:.3f} |"
         )
-    if any(row.get("shares") for row in report["rows"]):
-        lines += [
-            "",
-            "| model | of the activations | predicted MiB | extra FLOPs | products alone | "
-            "extra time | over the bound |",
-            "|---|---:|---:|---:|---:|---:|---:|",
-        ]
+    lines += [
+        "",
+        "| model | of the activations | predicted MiB | extra FLOPs | products alone | "
+        "extra time | over the bound |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
     for row in report["rows"]:
-        shares = row.get("shares", ())
-        lines += [_share_line(row["model"], row["frontier"], found) for found in shares]
+        lines += [_share_line(row["model"], row["frontier"], found) for found in row["shares"]]
     if any(row["plans"] for row in report["rows"]):
         lines += [
             "",
@@ -144,45 +158,45 @@ def rendered(report: dict[str, Any]) -> str:
         lines += [_plan_line(row["model"], plan, seconds) for plan in row["plans"]]
     about = "Extra FLOPs, those of matrix products and convolutions alone, and extra roofline time "
     about += "in parts of those of the forward pass; over the bound in parts of the forward pass's "
-    about += f"work. Planned for {report['chip']}, objective {report['objective']}."
-    if not all("shares" in row for row in report["rows"]):
-        about += " An older version of the benchmark measured neither products nor this bound (–)."
+    about += f"work. Planned for {report['target']}, objective {report['objective']}."
     return "\n".join([*lines, *_common.ending(report, about)])
 
 
 SHARES = (0.3, 0.4, 0.5)
-# What a report keeps of their points.
+# What a report keeps of the points of a frontier, of the frontier, and of compiled plans.
 _KEPT = (
     *("predicted_peak_bytes", "extra_flops_fraction", "extra_products_fraction"),
     *("extra_seconds", "extra_work", "bound_extra_work", "gap"),
 )
+_FRONTIER = ("planning_seconds", "equations", "argument_bytes", "forward_seconds")
+_PLAN = (
+    *("budget", "error", "budget_bytes", *_KEPT, "step_seconds", "tried", "notes"),
+    *("compiled_peak_bytes", "compiled_temp_bytes", "baseline_temp_bytes"),
+)
 
 
-def summarized(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a report without the points of its frontiers and the policies of its plans.
+def summarized(raw: Row) -> Row:
+    """Return a row without the points of its frontier and the policies of its plans.
 
     Of the points there remain their number, the first and the last, those for ``SHARES``, and what
     the frontier predicted of each plan.
     """
-    rows = []
-    for row in raw["rows"]:
-        points = row["frontier"]["points"]
-        front = _common.without(row["frontier"], "points", "leaner")
-        front |= {"points": len(points), "ends": [points[0], points[-1]]}
-        plans = [
-            plan
-            if "error" in plan
-            else _common.without(plan, "policy")
-            | {"first_predicted_peak_bytes": first_prediction(points, plan)}
-            for plan in row["plans"]
-        ]
-        shares = []
-        for share in SHARES:
-            point = point_at(row["frontier"], share)
-            kept = point and {key: point[key] for key in _KEPT}
-            shares.append({"share": share, "point": kept})
-        rows.append({"model": row["model"], "frontier": front, "shares": shares, "plans": plans})
-    return {**raw, "rows": rows}
+    points = raw["frontier"]["points"]
+    ends = [_only(point, _KEPT) for point in (points[0], points[-1])]
+    front = _only(raw["frontier"], _FRONTIER) | {"points": len(points), "ends": ends}
+    plans = [_only(plan, _PLAN) for plan in raw["plans"]]
+    for plan in plans:
+        if "error" not in plan:
+            plan["first_predicted_peak_bytes"] = first_prediction(points, plan)
+    shares = []
+    for share in SHARES:
+        point = point_at(raw["frontier"], share)
+        shares.append({"share": share, "point": point and _only(point, _KEPT)})
+    return {**raw, "frontier": front, "shares": shares, "plans": plans}
+
+
+def _only(found: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    return {key: found[key] for key in keys if key in found}
 
 
 def point_at(front: Mapping[str, Any], share: float) -> Mapping[str, Any] | None:
@@ -219,9 +233,9 @@ def first_prediction(points: Sequence[Mapping[str, Any]], plan: Mapping[str, Any
 
 def _plan_line(model: str, plan: dict[str, Any], forward_seconds: float) -> str:
     if "error" in plan:
-        return (
-            f"| {model} | {plan['budget']} | {plan['error'].splitlines()[0]} | | | | | | | | no |"
-        )
+        # Where the peak is does not belong in a table.
+        said = plan["error"].splitlines()[0].partition("; its peak is")[0]
+        return f"| {model} | {plan['budget']} | {said} | | | | | | | | no |"
     before, after = plan["baseline_temp_bytes"], plan["compiled_temp_bytes"]
     fits = "yes" if fits_budget(plan) else "no"
     ratio = plan["predicted_peak_bytes"] / plan["compiled_peak_bytes"]
@@ -230,25 +244,10 @@ def _plan_line(model: str, plan: dict[str, Any], forward_seconds: float) -> str:
     return (
         f"| {model} | {plan['budget']} | {before / MIB:,.0f} → {after / MIB:,.0f} | "
         f"{100 * (1 - after / before):.0f} % | {plan['extra_flops_fraction']:.3f} | "
-        f"{_figure(plan, 'extra_products_fraction')} | "
-        f"{plan['extra_seconds'] / forward_seconds:.3f} | {over_the_bound(plan)} | "
+        f"{plan['extra_products_fraction']:.3f} | "
+        f"{plan['extra_seconds'] / forward_seconds:.3f} | {plan['gap']:.3f} | "
         f"{ratio:.3f} | {raw} | {fits} |"
     )
-
-
-def over_the_bound(plan: Mapping[str, Any]) -> str:
-    """Return how far a plan's extra work is from the lower bound on it, in forward passes.
-
-    In results of older versions of this benchmark, ``gap`` is the distance to the bound on time.
-
-    >>> over_the_bound({"gap": 0.0123, "bound_extra_work": 0.1}), over_the_bound({"gap": 0.0123})
-    ('0.012', '–')
-    """
-    return _figure(plan, "gap") if "bound_extra_work" in plan else "–"
-
-
-def _figure(found: Mapping[str, Any], key: str) -> str:
-    return f"{found[key]:.3f}" if key in found else "–"
 
 
 def fits_budget(plan: Mapping[str, Any]) -> bool:
@@ -268,6 +267,13 @@ def are_sound(plans: Sequence[Mapping[str, Any]]) -> bool:
     return all(map(fits_budget, plans)) and peaks == sorted(peaks)
 
 
+def reported(given: Sequence[str], rows: Iterable[Row]) -> dict[str, Any]:
+    """Return a report of rows, in the order of the models."""
+    report = _common.reported(__file__, given, rows, (*CASES.values(), *SMOKE.values()))
+    found = report.pop("rows")
+    return report | {key: found[0][key] for key in ("target", "objective")} | {"rows": found}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
@@ -278,16 +284,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--objective", default="balanced", help="balanced (default), time or flops")
     options = parser.parse_args(given)
     cases = list(SMOKE.values()) if options.smoke else [CASES[name] for name in options.model]
-    versions = {name: __import__(name).__version__ for name in ("jax", "jaxlib")}
-    report = _common.described(__file__, given, [versions])
-    report["chip"], report["objective"] = options.target, options.objective
-    raw = {**report, "rows": list(rows(cases, options.target, options.budget, options.objective))}
-    report = summarized(raw)
-    table = rendered(report)
-    if options.json is not None:
-        _common.write(options.json, report, table, raw=raw)
-    print(table)
+    same = {"target": options.target, "objective": options.objective}
+    earlier = _common.rows_by_model(options.json)
+    rows = {name: row for name, row in earlier.items() if _only(row, same) == same}
+    with _common.progress() as bar:
+        for case in bar.track(cases):
+            wanted = wanted_row(case, options.target, options.budget, options.objective)
+            row = rows.get(case.name, {})
+            if _only(row, wanted) == wanted:
+                continue
+            rows[case.name] = summarized(row_of(case, wanted))
+            _written(options.json, reported(given, rows.values()))
+    report = reported(given, rows.values())
+    _written(options.json, report)
+    print(rendered(report))
     return int(not all(are_sound(row["plans"]) for row in report["rows"]))
+
+
+def _written(path: pathlib.Path | None, report: dict[str, Any]) -> None:
+    if path is not None:
+        _common.write(path, report, rendered(report))
 
 
 if __name__ == "__main__":

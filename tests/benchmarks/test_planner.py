@@ -53,41 +53,47 @@ FRONT = {
     "equations": 7,
     "forward_seconds": 2.0,
 }
-RAW = {
-    "command": "python benchmarks/planner.py",
-    "date": "2030-01-01",
-    "versions": {"jax": "1.0"},
-    "chip": "cpu",
+WANTED = {
+    "model": "mlp",
+    "target": "cpu",
     "objective": "time",
-    "rows": [
-        {
-            "model": "mlp",
-            "frontier": FRONT,
-            "plans": [plan(50, 50), {"budget": "5", "error": "too little\nhint: more"}],
-        }
-    ],
+    "budgets": ["50", "5"],
+    "planner": 7,
+    "versions": {"jax": "1.0"},
+}
+RAW = {
+    **WANTED,
+    "frontier": FRONT,
+    "plans": [plan(50, 50), {"budget": "5", "error": "too little\nhint: more"}],
 }
 
 
+def shown(raw):
+    """The table of one row."""
+    about = {"command": "python benchmarks/planner.py", "date": "2030-01-01"}
+    report = about | {key: raw[key] for key in ("versions", "target", "objective")}
+    return planner.rendered(report | {"rows": [planner.summarized(raw)]})
+
+
 def test_the_summary_has_no_points_and_no_policies():
-    report = planner.summarized(RAW)
-    assert {key: report[key] for key in RAW if key != "rows"} == planner._common.without(
-        RAW, "rows"
-    )
-    (row,) = report["rows"]
+    row = planner.summarized(RAW)
+    assert {key: row[key] for key in WANTED} == WANTED
     assert row["frontier"]["points"] == 4
-    assert row["frontier"]["ends"] == [FRONT["points"][0], FRONT["points"][-1]]
+    first, last = FRONT["points"][0], FRONT["points"][-1]
+    assert row["frontier"]["ends"] == [
+        planner._common.without(p, "saved_bytes") for p in (first, last)
+    ]
     assert "leaner" not in row["frontier"]
     found, error = row["plans"]
     assert "policy" not in found
     # The second point has the plan's work, so the frontier predicted 50 MiB of it.
     assert found["first_predicted_peak_bytes"] == 50 * planner.MIB
-    assert error == RAW["rows"][0]["plans"][1]
+    assert error == RAW["plans"][1]
 
 
 def test_shares_have_the_plans_of_the_least_work_for_a_share_of_the_activations():
     # Of the 100 MiB beside the arguments, 0.3, 0.4 and 0.5 leave 40, 50 and 60 MiB in all.
-    shares = planner.summarized(RAW)["rows"][0]["shares"]
+    shares = planner.summarized(RAW)["shares"]
     assert [found["share"] for found in shares] == [0.3, 0.4, 0.5]
     assert [found["point"]["gap"] for found in shares] == [0.3, 0.2, 0.1]
     assert "saved_bytes" in FRONT["points"][0]
@@ -98,32 +104,15 @@ def test_shares_have_the_plans_of_the_least_work_for_a_share_of_the_activations(
 
 
 def test_the_table_shows_the_summary():
-    table = planner.rendered(planner.summarized(RAW))
+    table = shown(RAW)
     assert "| mlp | 7 | 1.0 | 4 | 30 – 110 | 1.000 | 0.500 |" in table
     assert "| mlp | 0.4 | 50 | 0.500 | 0.250 | 0.250 | 0.200 |" in table
     line = "| mlp | 50 | 100 → 40 | 60 % | 0.500 | 0.750 | 0.250 | 0.125 | 1.000 | 1.000 | yes |"
     assert line in table
     assert "| mlp | 5 | too little | | | | | | | | no |" in table
     assert "Planned for cpu, objective time." in table
-    assert "older version" not in table
     lean = {**FRONT, "points": FRONT["points"][2:]}
-    row = {"model": "mlp", "frontier": lean, "plans": []}
-    assert "| mlp | 0.3 | none | | | | |" in planner.rendered(
-        planner.summarized({**RAW, "rows": [row]})
-    )
-
-
-def test_a_report_of_an_older_version_has_no_products_and_no_gap():
-    old = planner.summarized(RAW)
-    (row,) = old["rows"]
-    del row["shares"], row["plans"][0]["extra_products_fraction"]
-    del row["plans"][0]["bound_extra_work"], row["frontier"]["ends"][0]["extra_products_fraction"]
-    table = planner.rendered(old)
-    assert "| mlp | 7 | 1.0 | 4 | 30 – 110 | 1.000 | – |" in table
-    line = "| mlp | 50 | 100 → 40 | 60 % | 0.500 | – | 0.250 | – | 1.000 | 1.000 | yes |"
-    assert line in table
-    assert "older version of the benchmark" in table
-    assert "of the activations" not in table
+    assert "| mlp | 0.3 | none | | | | |" in shown({**RAW, "frontier": lean, "plans": []})
 
 
 def test_products_alone_are_those_of_matrix_products_and_convolutions():
@@ -170,6 +159,34 @@ def test_sound_plans_fit_and_grow_with_their_budgets(plans, sound):
     assert planner.are_sound(plans) is sound
 
 
+def test_a_model_is_kept_until_something_changes(capsys, monkeypatch, tmp_path):
+    """Models of earlier runs stay in the file, except for those of another objective."""
+    taken = []
+
+    def row_of(case, wanted):
+        taken.append(case.name)
+        return {**wanted, "frontier": FRONT, "plans": []}
+
+    monkeypatch.setattr(planner, "row_of", row_of)
+    path = tmp_path / "planner.json"
+
+    def run(model, *more):
+        taken.clear()
+        asked = ["--target", "cpu", "--json", str(path), "--model", model, *more]
+        assert planner.main(asked) == 0
+        capsys.readouterr()
+        return [*taken], [row["model"] for row in json.loads(path.read_text())["rows"]]
+
+    mlp, gpt = planner.CASES["mlp32"].name, planner.CASES["gpt12"].name
+    assert run("gpt12") == ([gpt], [gpt])
+    assert run("mlp32") == ([mlp], [mlp, gpt])
+    assert run("gpt12") == ([], [mlp, gpt])
+    assert run("gpt12", "--budget", "0.5") == ([gpt], [mlp, gpt])
+    monkeypatch.setattr(planner, "REVISION", -1)
+    assert run("mlp32") == ([mlp], [mlp, gpt])
+    assert run("mlp32", "--objective", "time") == ([mlp], [mlp])
+
+
 @pytest.mark.slow
 def test_benchmark_of_the_planner(capsys, tmp_path):
     path = tmp_path / "planner.json"
@@ -179,8 +196,6 @@ def test_benchmark_of_the_planner(capsys, tmp_path):
     assert "residual MLP" in shown
     report = json.loads(path.read_text())
     assert planner.rendered(report) + "\n" == shown == path.with_suffix(".md").read_text()
-    raw = json.loads((tmp_path / "raw" / "planner.json").read_text())
-    assert planner.summarized(raw) == report
     assert all(planner.are_sound(row["plans"]) for row in report["rows"])
 
 
@@ -189,9 +204,8 @@ def test_plans_are_predicted():
     """The first program that is compiled corrects the predictions of the others."""
     size = {"batch": 4096, "width": 64, "layers": 12, "features": 64}
     case = planner.Case("residual MLP, 12 blocks", "residual_mlp", size)
-    raw = {"rows": list(planner.rows([case], "cpu", ["min", "0.4", "0.6", "0.8"]))}
-    (row,) = planner.summarized(raw)["rows"]
-    first, *others = row["plans"]
+    wanted = planner.wanted_row(case, "cpu", ["min", "0.4", "0.6", "0.8"], "balanced")
+    first, *others = planner.summarized(planner.row_of(case, wanted))["plans"]
     assert planner.are_sound([first, *others])
     for found in others:
         assert 0.95 < found["predicted_peak_bytes"] / found["compiled_peak_bytes"] < 1.08
