@@ -72,6 +72,7 @@ WAYS = {
     )
 }
 CASE = Case("BERT-Large", "bert", {"size": "large", "seq": 512})
+OPTIMIZER = optax.adamw(1e-4)
 SMOKE = Case("BERT, four layers", "bert", {"size": "tiny", "layers": 4})
 
 Row = dict[str, Any]
@@ -84,19 +85,8 @@ Step = tuple[Callable[..., Any], tuple[Any, ...]]
 def stepped(loss: Callable[..., Any], args: tuple[Any, ...]) -> Step:
     """Return a whole training step with Adam, and its arguments: moments and count too."""
     params, *batch = args
-    optimizer = optax.adamw(1e-4)
-    state = jax.eval_shape(optimizer.init, params)
-    return training_step(loss, optimizer), (params, state, *batch)
-
-
-def state_bytes(args: tuple[Any, ...]) -> int:
-    """Return what the step holds beside the loss's own arguments.
-
-    >>> state_bytes((jax.ShapeDtypeStruct((256,), "float32"),))
-    2052
-    """
-    state = stepped(lambda p: p.sum(), args[:1])[1][1]
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    state = jax.eval_shape(OPTIMIZER.init, params)
+    return training_step(loss, OPTIMIZER), (params, state, *batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,20 +108,11 @@ class Way:
         loss, args = self.loss(batch)
         if self.layers.name not in PLANS:
             return stepped(loss, args)
-        found = self.frontier(loss, args)
-        return planned(loss, args, found, found.points[0])
-
-    def frontier(self, loss: Any, args: Any) -> remat_kit.Frontier:
-        """Return the plans of a loss."""
         offload, _ = PLANS[self.layers.name]
-        return remat_kit.frontier(
+        found = remat_kit.frontier(
             loss, *args, target=self.chip, objective="balanced", offload=offload
         )
-
-
-def planned(loss: Any, args: Any, found: remat_kit.Frontier, point: remat_kit.Point) -> Step:
-    """Build the step of one point of a frontier."""
-    return stepped(remat_kit.policy(found.policy(point))(loss), args)
+        return stepped(remat_kit.policy(found.policy(found.points[0]))(loss), args)
 
 
 def compiled(step: Step, chip: Target) -> Compiled:
@@ -139,40 +120,28 @@ def compiled(step: Step, chip: Target) -> Compiled:
     return compile_program(*step, chip, argnums=None, donate_argnums=(0, 1), call="bert_batch")
 
 
-def fastest_plan(way: Way, batch: int, most: int = 4) -> tuple[Compiled, float] | None:
-    """Return the fastest planned step that fits at a batch size, and its extra FLOPs.
+def fastest_plan(way: Way, batch: int) -> tuple[Compiled, float] | None:
+    """Return the step with the fastest plan that fits at a batch size, and its extra FLOPs.
 
-    The planner knows the loss: what Adam holds is taken off the chip's memory, and after each
-    program off the next prediction whatever the compiler's figure was above the last.
+    None if no plan fits.
     """
     loss, args = way.loss(batch)
-    found = way.frontier(loss, args)
-    held = state_bytes(args)
-    room = float(way.chip.memory_bytes)
-    best: tuple[Compiled, float] | None = None
-    tried: set[int] = set()
-    scale = 1.0
-    for _ in range(most):
-        allowed = [i for i, p in enumerate(found.points) if _peak_bytes(p, held, scale) <= room]
-        choice = min(allowed, key=lambda i: found.points[i].extra_seconds, default=0)
-        if choice in tried:
-            break
-        tried.add(choice)
-        point = found.points[choice]
-        program = compiled(planned(loss, args, found, point), way.chip)
-        memory = program.memory
-        needs = memory.peak_bytes or memory.needs_bytes
-        if needs is not None:
-            scale = (needs - held) / point.predicted_peak_bytes
-        if needs is None or not memory.fits:
-            scale = max(scale, 1.02 * (room - held) / point.predicted_peak_bytes)
-        elif best is None or seconds(program, way.chip) < seconds(best[0], way.chip):
-            best = program, point.extra_flops_fraction
-    return best
-
-
-def _peak_bytes(point: remat_kit.Point, held: int, scale: float) -> float:
-    return held + scale * point.predicted_peak_bytes
+    offload, _ = PLANS[way.layers.name]
+    try:
+        plan = remat_kit.plan(
+            loss,
+            *args,
+            target=way.chip,
+            budget="fit",
+            objective="time",
+            offload=offload,
+            optimizer=OPTIMIZER,
+        )
+    except remat_kit.UserError:
+        return None
+    step = stepped(remat_kit.policy(plan)(loss), args)
+    assert plan.point is not None
+    return compiled(step, way.chip), plan.point.extra_flops_fraction
 
 
 def seconds(program: Compiled, chip: Target) -> float:
@@ -309,7 +278,7 @@ _ABOUT = (
     "recomputation. *Against none*: the row of none with the larger batch. *Sentences/s* are "
     "those of a roofline, a bound that no chip reaches and not a time that was measured. *plan at"
     " n*: the fastest plan at Paddle's multiple of the batch of none: ten times, with offload "
-    "fourteen."
+    "fourteen. Plans offload no more than the memory of the chip's host."
 )
 
 
