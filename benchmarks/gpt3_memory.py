@@ -17,6 +17,8 @@ are kept on disk; without them the whole takes about half an hour on two cores.
 
 Rows of the JSON file that are not asked for by ``--form`` and ``--policy`` stay there.
 
+A row is written as soon as it is taken.
+
 Exit status: 0 when done, 2 for a wrong call or a compiler that is not installed.
 """
 
@@ -349,6 +351,14 @@ def policies_of(case: Case, budgets: Sequence[str]) -> tuple[str, ...]:
     return POLICIES if case.name == "unrolled" else POLICIES + planned
 
 
+def reported(
+    given: Sequence[str], target: str, rows: Sequence[Row], earlier: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return a report of rows, and of those of an earlier one that are not among them."""
+    report = _common.described(__file__, given, (row["versions"] for row in rows))
+    return merged(earlier, report | {"target": target, "rows": [*rows]})
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     given = sys.argv[1:] if argv is None else argv
@@ -368,6 +378,9 @@ def main(argv: list[str] | None = None) -> int:
     jobs = [job for job in jobs if not options.policy or job[1] in options.policy]
     if not jobs:
         parser.error(f"--policy {shlex.join(options.policy)}: there is no such row")
+    earlier = None
+    if options.json and options.json.exists():
+        earlier = json.loads(options.json.read_text(encoding="utf-8"))
     rows = []
     try:
         with _common.progress() as bar:
@@ -376,21 +389,18 @@ def main(argv: list[str] | None = None) -> int:
                 bar.update(job, description=f"{case.name}, {policy}")
                 if case.name == "slice":
                     target = SMOKE_SLICE if options.smoke else SLICE
-                    rows.append(row_on_a_slice(case, policy, target, 1 if options.smoke else 3))
+                    rows.append(row_on_a_slice(case, policy, target, 1 if options.smoke else 5))
                 else:
                     compiles = 1 if options.smoke else 5
                     rows.append(row_on_a_chip(case, policy, options.target, compiles))
+                report = reported(given, options.target, rows, earlier)
+                table = rendered(report)
+                if options.json:  # after each row, as one that follows may fail
+                    _common.write(options.json, _common.without(report, "curve"), table, raw=report)
                 bar.advance(job)
     except remat_kit.RematKitError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    report = _common.described(__file__, given, (row["versions"] for row in rows))
-    report |= {"target": options.target, "rows": rows}
-    if options.json and options.json.exists():
-        report = merged(json.loads(options.json.read_text(encoding="utf-8")), report)
-    table = rendered(report)
-    if options.json:
-        _common.write(options.json, _common.without(report, "curve"), table, raw=report)
     if options.png:
         draw(report, options.png)
     print(table)
