@@ -155,7 +155,8 @@ def test_a_refused_program_has_the_memory_that_it_needs():
     found = dataclasses.replace(plan, baseline=refused).to_json() | {"budget": "min"}
     fixed = refused.argument_bytes + refused.output_bytes
     assert found["baseline_peak_bytes"] - found["baseline_temp_bytes"] == fixed
-    assert "954" in planner._plan_line("mlp", found | {"first_predicted_peak_bytes": None}, 1.0)
+    found |= {"first_predicted_peak_bytes": None, "extra_products_fraction": 0.0}
+    assert "954" in planner._plan_line("mlp", found, 1.0)
 
 
 @lean
