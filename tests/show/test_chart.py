@@ -144,8 +144,9 @@ def test_pointing_at_a_schedule_shows_its_plan(browse, front):
            const before = told();
            marks[1].dispatchEvent(new PointerEvent("pointerenter"));
            const first = told(), here = all(".here").length;
-           marks[marks.length - 1].focus();
+           marks[marks.length - 1].dispatchEvent(new FocusEvent("focus"));
            return {before, first, here, last: told(), marks: marks.length,
+             reached: [...marks].every(mark => mark.tabIndex === 0),
              wide: document.documentElement.scrollWidth <= innerWidth};""",
     )
     assert "Point at a schedule" in found["before"]
@@ -155,6 +156,7 @@ def test_pointing_at_a_schedule_shows_its_plan(browse, front):
     assert found["here"] == 1
     assert found["last"].startswith(f"the preset {front.presets[-1][0]}, predicted")
     assert found["marks"] == len(front.points) + len(front.presets)
+    assert found["reached"]  # by the Tab key
     assert found["wide"]
 
 
