@@ -78,9 +78,11 @@ class Row:
     def in_pieces(self, budget: str, least: int) -> str:
         """A plan with pieces, or – if it takes no less than the least plan without them."""
         found = row_in(f"pieces_{self.chip}", pieces.CASES[self.case].name)["pieces"][budget]
-        if found is None or found[0] * MIB >= least:
+        if found is None:
             return "–"
-        size, _, flops, seconds, *_ = found
+        size, _, flops, seconds, segments, _ = found
+        if not segments or size * MIB >= least:
+            return "–"
         # A step is three forward passes.
         return f"{cell(size * MIB, 3 * flops)}, +{100 * seconds:.1f} %"
 
