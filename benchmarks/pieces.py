@@ -27,6 +27,7 @@ installed.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -39,7 +40,7 @@ from _common import MIB, Case
 
 import remat_kit
 from remat_kit._chip.memory import temporaries
-from remat_kit._planner.revision import REVISION
+from remat_kit._planner.revision import PIECES_REVISION, REVISION
 from remat_kit._planner.search import Answer, Search
 from remat_kit._planner.steps import frontier_for
 
@@ -98,7 +99,7 @@ def rows_of(
             loss, args, chip, 0, "balanced", None, False, tick, "pieces", name == "pieces"
         )
         row["planning_seconds"].append(round(time.perf_counter() - begun, 1))
-        search = Search(loss, args, argnums, chip, front, COMPILES, tick)
+        search = _Watched(loss, args, argnums, chip, front, COMPILES, tick)
         first: dict[str, str | int | float] = {"min": "min"}
         if least is not None:
             first[LEAST] = least
@@ -116,7 +117,25 @@ def rows_of(
 def current(model: str, target: str) -> Row:
     """What a row must have in common with the one that would be taken now."""
     versions = _common.versions(target)
-    return {"model": model, "target": target, "planner": REVISION, "versions": versions}
+    row = {"model": model, "target": target, "planner": REVISION, "versions": versions}
+    return {**row, "pieces_revision": PIECES_REVISION}
+
+
+@dataclasses.dataclass
+class _Watched(Search):
+    """A search that remembers what it predicted for each point before it compiled the point.
+
+    Attributes:
+        before: the predicted peak in bytes, corrected by the programs that were compiled before, by
+            the index of the point.
+    """
+
+    before: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def compile(self, place: int) -> None:
+        if self.is_new(place):
+            self.before[place] = self.predicted(place)
+        super().compile(place)
 
 
 def _answer(search: Search, budget: str | int | float, least: Any) -> Answer | None:
@@ -140,12 +159,13 @@ def _answer(search: Search, budget: str | int | float, least: Any) -> Answer | N
         return None
 
 
-def _figures(search: Search, answer: Answer) -> list[Any]:
+def _figures(search: _Watched, answer: Answer) -> list[Any]:
     """Return the figures of a plan.
 
     They are: MiB of temporaries; how far the predicted peak is above the compiled one, as a share
     of it; extra FLOPs and extra time as shares of the step's; the segments in pieces; the numbers
-    of pieces.
+    of pieces; how far the prediction that `remat_kit.plan` reports is above the compiled peak,
+    which is corrected by the programs that were compiled before.
     """
     point, memory = search.points[answer.place], search.known[answer.place]
     step = search.frontier.forward_seconds + search.frontier.backward_seconds
@@ -158,6 +178,7 @@ def _figures(search: Search, answer: Answer) -> list[Any]:
         round(point.extra_seconds / step, 4),
         len(divided.divisions) if divided else 0,
         [*point.pieces],
+        round(search.before[answer.place] / peak - 1, 4) if peak else None,
     ]
 
 
@@ -259,10 +280,10 @@ def rendered(report: Mapping[str, Any]) -> str:
     """Return a report in Markdown."""
     if "longest" in report:
         return rendered_longest(report)
-    side = "MiB | FLOPs | time | model"
+    side = "MiB | FLOPs | time | model | corrected"
     lines = [
         f"| | budget | {side} | with pieces: {side} | segments | pieces |",
-        "|---|---|" + "---:|" * 10,
+        "|---|---|" + "---:|" * 12,
     ]
     for row in report["rows"]:
         lines += _lines(row)
@@ -272,7 +293,9 @@ def rendered(report: Mapping[str, Any]) -> str:
         "memory of the least plan without pieces. FLOPs are those that are computed more, as a "
         "share of a step of three forward passes; time is the roofline's. The column *model* says "
         "how far the planner's prediction of the peak, arguments and results included, is above "
-        "the compiled one. – stands for a budget that no plan fits. Compiled, not run."
+        "the compiled one, and *corrected* the same of the prediction that `plan` reports, which "
+        "the programs compiled before have corrected. – stands for a budget that no plan fits. "
+        "Compiled, not run."
     )
     ending = _common.ending(report, about, compiled_only=False)
     return "\n".join([*lines, *ending, *_mixed(report["rows"])])
@@ -281,27 +304,27 @@ def rendered(report: Mapping[str, Any]) -> str:
 def _lines(row: Row) -> Iterator[str]:
     name = row["model"]
     if row.get("none_mib") is not None:
-        yield f"| {name} | none | {row['none_mib']:,.0f} |" + " |" * 9
+        yield f"| {name} | none | {row['none_mib']:,.0f} |" + " |" * 11
     for budget in ("min", *map(str, row.get("shares", ())), LEAST):
         sides = [row[kind].get(budget, ...) for kind in ("regions", "pieces") if kind in row]
         if all(side is ... for side in sides):
             continue
         without, pieces = ([*_cells(side)] for side in sides)
-        yield "| " + " | ".join([name, budget, *without[:4], *pieces]) + " |"
+        yield "| " + " | ".join([name, budget, *without[:5], *pieces]) + " |"
     if "error" in row:
-        yield f"| {name} | {row['error']} |" + " |" * 10
+        yield f"| {name} | {row['error']} |" + " |" * 12
     elif not row.get("complete"):
-        yield f"| {name} | not all plans were taken |" + " |" * 10
+        yield f"| {name} | not all plans were taken |" + " |" * 12
 
 
 def _cells(figures: Any) -> Iterator[str]:
     if figures is ... or figures is None:
-        yield from ["–" if figures is None else "", *[""] * 5]
+        yield from ["–" if figures is None else "", *[""] * 6]
         return
-    size, error, flops, seconds, segments, pieces = figures
+    size, error, flops, seconds, segments, pieces, corrected = figures
     yield f"{size:,.0f}"
     yield from (f"{100 * share:+.0f} %" for share in (flops, seconds))
-    yield "" if error is None else f"{100 * error:+.1f} %"
+    yield from ("" if e is None else f"{100 * e:+.1f} %" for e in (error, corrected))
     yield from (str(segments or ""), ", ".join(map(str, pieces)))
 
 

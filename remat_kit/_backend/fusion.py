@@ -110,8 +110,12 @@ def layout(
             reads it, such as a mask of dropout. If not, the derivative computes it again.
         pads: whether it stores the arrays of convolutions in tiles of images or channels.
     """
-    bits = {makes[0] for e, makes in zip(flow.eqns, flow.makes, strict=True) if _is_threefry(e)}
-    fusible = [is_fusible(e) or (_is_threefry(e) and not keeps_words) for e in flow.eqns]
+    bits, words = _drawn(flow)
+    draws = {flow.producers[t] for t in bits}
+    fusible = [
+        not keeps_words if i in draws else is_fusible(e) or not words.isdisjoint(makes)
+        for i, (e, makes) in enumerate(zip(flow.eqns, flow.makes, strict=True))
+    ]
     # `merging` marks the operations that the compiler fuses others into.
     merging = [
         f or (into_products and e.primitive.name == "dot_general")
@@ -128,6 +132,7 @@ def layout(
         writing = writing | flow.needed & masks if writes_masks else writing - masks
     written = [
         producer >= 0
+        and t not in words
         and (
             not fusible[producer]
             or any(not merging[u] and not reduces(flow.eqns[u]) for u in flow.users[t])
@@ -148,18 +153,21 @@ def layout(
     return Layout(written, halved, doubled, _padded(flow) if pads else {}, flowing)
 
 
-def _is_threefry(eqn: Any) -> bool:
-    """Tell whether an equation draws 32 random bits for each element from a Threefry key.
+def _drawn(flow: FusionFlow) -> tuple[set[int], set[int]]:
+    """Return the arrays of random bits, and the words that some of them are combined from.
 
-    Threefry returns two words for each counter, and `jax.random` combines them to one. Without
-    ``jax_threefry_partitionable`` each of them is an element of its own.
+    In a loop over pieces there is one equation for the two words of Threefry, and one that combines
+    them. Elsewhere one equation does both.
     """
-    return (
-        eqn.primitive.name == "random_bits"
-        and str(eqn.invars[0].aval.dtype) == "key<fry>"
-        and eqn.params["bit_width"] == 32
-        and getattr(jax.config, "jax_threefry_partitionable", True)
-    )
+    bits, words = set[int](), set[int]()
+    for eqn, reads, makes in zip(flow.eqns, flow.reads, flow.makes, strict=True):
+        if eqn.primitive.name == "threefry2x32":
+            words.update(makes)
+        elif _ops.is_threefry(eqn) or (
+            eqn.primitive.name == "xor" and reads and words.issuperset(reads)
+        ):
+            bits.update(makes)
+    return bits, words
 
 
 def _random(flow: FusionFlow, bits: set[int]) -> set[int]:

@@ -51,6 +51,20 @@ _HEAVY = frozenset(
 )
 
 
+def is_threefry(eqn: Any) -> bool:
+    """Tell whether an equation draws 32 random bits for each element from a Threefry key.
+
+    Threefry returns two words for each counter, and `jax.random` combines them to one. Without
+    ``jax_threefry_partitionable`` each of them is an element of its own.
+    """
+    return (
+        eqn.primitive.name == "random_bits"
+        and str(eqn.invars[0].aval.dtype) == "key<fry>"
+        and eqn.params["bit_width"] == 32
+        and getattr(jax.config, "jax_threefry_partitionable", True)
+    )
+
+
 def is_rounding(eqn: Any) -> bool:
     """Tell whether an equation is a product whose float32 operands a TPU rounds to bfloat16."""
     if eqn.primitive.name != "dot_general":

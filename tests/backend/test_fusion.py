@@ -5,7 +5,9 @@ import dataclasses
 import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.extend.random import threefry2x32_p
 from shapes import struct
 
 import remat_kit
@@ -206,6 +208,24 @@ def bytes_for_mask(graph):
 def test_a_mask_of_dropout_takes_the_words_that_it_is_drawn_from_or_one_byte_or_nothing(chip, size):
     graph = _build.trace(dropped, ([struct(64, 64)], struct(64, 64), KEY), target(chip))
     assert bytes_for_mask(graph) == size
+
+
+@pytest.mark.parametrize("chip", ["cpu", "h100", "tpu-v5e"])
+def test_the_words_of_a_piece_take_what_random_bits_take(chip):
+    def of_piece(ws, x, key):
+        first, second = key
+        words = threefry2x32_p.bind(first, second, jnp.zeros_like(x, jnp.uint32), counts)
+        mask = jax.lax.shift_right_logical(words[0] ^ words[1], np.uint32(9)) < np.uint32(2**22)
+        return jnp.sum(jnp.where(mask, jnp.sin(x @ ws[0]), 0.0) ** 2)
+
+    counts = jax.lax.iota(jnp.uint32, 64**2).reshape(64, 64)
+    args = [struct(64, 64)], struct(64, 64), KEY
+    whole, piece = (_build.trace(fn, args, target(chip)) for fn in (dropped, of_piece))
+    assert bytes_for_mask(piece) == bytes_for_mask(whole)
+    (draw,) = (e for e in piece.equations if e.primitive == "threefry2x32")
+    assert not any(piece.tensors[t].in_memory for t in draw.makes)
+    (bits,) = (piece.tensors[e.makes[0]] for e in piece.equations if e.primitive == "xor")
+    assert bits.in_memory is (chip == "cpu")
 
 
 @pytest.mark.parametrize("chip", ["cpu", "h100", "tpu-v5e"])

@@ -13,7 +13,7 @@ from shapes import struct
 
 import remat_kit
 from remat_kit import _jax
-from remat_kit._planner.revision import REVISION
+from remat_kit._planner.revision import PIECES_REVISION, REVISION
 
 # The programs are frozen: they are not those of `models/`, which may change for other reasons.
 
@@ -54,6 +54,15 @@ def convolutional(params, x):
     return Convolutional().apply(params, x)
 
 
+def dropped(weights, x, key):
+    for i, w in enumerate(weights):
+        q, k, v = jnp.split(x @ w, 3, axis=-1)
+        scores = jax.nn.softmax(q @ k.mT / 8.0)
+        mask = jax.random.bernoulli(jax.random.fold_in(key, i), 0.9, scores.shape)
+        x = x + jnp.where(mask, scores / 0.9, 0.0) @ v
+    return jnp.mean(x**2)
+
+
 IMAGES = struct(16, 64, 64, 3)
 PROGRAMS = {
     "dense": (dense, [(struct(64, 256), struct(256, 64))] * 8, struct(4096, 64)),
@@ -65,6 +74,10 @@ PROGRAMS = {
         IMAGES,
     ),
 }
+IN_PIECES = {
+    "attend": PROGRAMS["attend"],
+    "dropped": (dropped, *PROGRAMS["attend"][1:], struct(2, dtype=jnp.uint32)),
+}
 CHIPS = {
     # The installed plugin may describe the card's bandwidth to more digits.
     "h100": dataclasses.replace(remat_kit.target("h100"), bandwidth_bytes_per_second=3.352e12),
@@ -72,10 +85,10 @@ CHIPS = {
 }
 
 
-def frontier(program, chip):
+def frontier(program, chip, pieces=False):
     """Return the memory in KiB and the extra FLOPs, as a fraction, at five places of a frontier."""
-    fn, *args = PROGRAMS[program]
-    points = remat_kit.frontier(fn, *args, target=CHIPS[chip]).points
+    fn, *args = (IN_PIECES if pieces else PROGRAMS)[program]
+    points = remat_kit.frontier(fn, *args, target=CHIPS[chip], pieces=pieces).points
     low, high = points[0].predicted_peak_bytes, points[-1].predicted_peak_bytes
     found = []
     for place in (0, 0.25, 0.5, 0.75, 1):
@@ -88,7 +101,7 @@ def frontier(program, chip):
     return found
 
 
-# Of this revision, on JAX 0.12.
+# Of these revisions, on JAX 0.12.
 RECORDED = {
     ("dense", "h100"): [
         (17408, 3.525),
@@ -148,15 +161,57 @@ RECORDED = {
     ],
 }
 
+RECORDED_IN_PIECES = {
+    ("attend", "h100"): [
+        (8768, 4.429),
+        (15504, 0.458),
+        (24736, 0.367),
+        (32912, 0.244),
+        (41072, 0.0),
+    ],
+    ("attend", "v5e"): [
+        (7496, 1.535),
+        (10840, 0.489),
+        (14448, 0.337),
+        (18528, 0.215),
+        (22640, 0.003),
+    ],
+    ("dropped", "h100"): [
+        (10320, 1.95),
+        (18064, 0.423),
+        (27232, 0.321),
+        (35464, 0.196),
+        (44144, 0.0),
+    ],
+    ("dropped", "v5e"): [
+        (8536, 1.783),
+        (12408, 0.409),
+        (16496, 0.289),
+        (20576, 0.171),
+        (25200, 0.005),
+    ],
+}
+
 
 @pytest.mark.skipif(_jax.JAX_VERSION < (0, 12), reason="older versions of JAX trace other programs")
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_answers_of_this_revision(program, chip):
-    found, recorded = frontier(program, chip), RECORDED[program, chip]
+    same(frontier(program, chip), RECORDED[program, chip], f"revision {REVISION}")
+
+
+@pytest.mark.skipif(_jax.JAX_VERSION < (0, 12), reason="older versions of JAX trace other programs")
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("program", IN_PIECES)
+def test_the_answers_with_pieces(program, chip):
+    revision = f"revision {PIECES_REVISION} of plans with pieces"
+    same(frontier(program, chip, pieces=True), RECORDED_IN_PIECES[program, chip], revision)
+
+
+def same(found, recorded, revision):
     for (size, extra), (size_before, extra_before) in zip(found, recorded, strict=True):
         message = (
-            f"the planner's answers have changed since revision {REVISION}: raise it in "
+            f"the planner's answers have changed since {revision}: raise it in "
             "remat_kit/_planner/revision.py, and record what `python "
             "tests/planner/test_revision.py` prints"
         )
@@ -165,8 +220,13 @@ def test_the_answers_of_this_revision(program, chip):
 
 
 if __name__ == "__main__":
-    print("RECORDED = {")
-    for name in PROGRAMS:
-        for of in CHIPS:
-            print(f'    ("{name}", "{of}"): [\n        {str(frontier(name, of))[1:-1]},\n    ],')
-    print("}")
+    for table, programs, divided in (
+        ("RECORDED", PROGRAMS, False),
+        ("RECORDED_IN_PIECES", IN_PIECES, True),
+    ):
+        print(f"{table} = {{")
+        for name in programs:
+            for of in CHIPS:
+                found = str(frontier(name, of, divided))[1:-1]
+                print(f'    ("{name}", "{of}"): [\n        {found},\n    ],')
+        print("}")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from remat_kit import _jax
+from remat_kit._program import ops as _ops
 from remat_kit._program import program as _program
 from remat_kit._program.pieces.values import Along, How, In, Out, Partial, Way, fits, shape_of
 
@@ -156,6 +157,15 @@ def _expand_dims(eqn: Any) -> list[_Match]:
 @_rule(_MATCHES, "iota")
 def _iota(eqn: Any) -> list[_Match]:
     return [((None,) * len(eqn.invars), (d,)) for d in range(len(shape_of(eqn.outvars[0])))]
+
+
+@_rule(_MATCHES, "random_bits")
+def _random_bits(eqn: Any) -> list[_Match]:
+    """Threefry computes each element from the key and the element's place in the whole array."""
+    size = math.prod(shape_of(eqn.outvars[0]))
+    if shape_of(eqn.invars[0]) or not _ops.is_threefry(eqn) or size >= 2**32:
+        return []
+    return [((None,), (d,)) for d in range(len(shape_of(eqn.outvars[0])))]
 
 
 @_rule(_MATCHES, "dot_general")

@@ -6,11 +6,14 @@ have sizes as parameters get the sizes of the piece.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.random import threefry2x32_p
 
 from remat_kit import _jax
 from remat_kit._program import program as _program
@@ -77,14 +80,42 @@ def _run_iota(eqn: Any, way: Way, values: Sequence[Any], piece: Piece) -> list[A
     assert isinstance(how, Along)
     if how.axis != eqn.params["dimension"]:
         return _jax.bind(eqn.replace(params={**eqn.params, "shape": shape}), list(values))
+    return [lax.broadcast_in_dim(_places(how, piece, dtype), shape, (how.axis,))]
+
+
+def _places(how: Along, piece: Piece, dtype: Any) -> Any:
+    """Return the places in the whole axis of the entries that a piece of the axis has."""
     factors = (how.outer, piece.size, how.inner)
     outer, entry, inner = (lax.broadcasted_iota(dtype, factors, d) for d in range(3))
     offset = jnp.asarray(piece.offset, dtype)
     inners = jnp.asarray(how.inner, dtype)
     blocks = jnp.asarray(piece.n * how.inner, dtype)
-    counted = (outer * blocks + (entry + offset) * inners + inner).reshape(-1)
-    return [lax.broadcast_in_dim(counted, shape, (how.axis,))]
+    return (outer * blocks + (entry + offset) * inners + inner).reshape(-1)
+
+
+def _run_random_bits(eqn: Any, way: Way, values: Sequence[Any], piece: Piece) -> list[Any]:
+    """Draw the bits of a piece: those that the whole array has there.
+
+    The counter of an element is its place in the whole array, in row-major order, as 64 bits
+    (``jax_threefry_partitionable``; the same on 0.10.2 and 0.12).
+    """
+    how = way.outputs[0]
+    assert isinstance(how, Along)
+    shape, size = _out_shape(eqn, way, piece), 1
+    place = jnp.zeros(shape, jnp.uint32)
+    for axis, length in reversed([*enumerate(shape_of(eqn.outvars[0]))]):
+        if axis == how.axis:
+            entries = _places(how, piece, jnp.uint32)
+        else:
+            entries = lax.iota(jnp.uint32, length)
+        place += lax.broadcast_in_dim(entries * jnp.uint32(size), shape, (axis,))
+        size *= length
+    first, second = jax.random.key_data(values[0])
+    return [operator.xor(*threefry2x32_p.bind(first, second, jnp.zeros_like(place), place))]
 
 
 # The primitives that run in another way on a piece; other modules add theirs.
-RUN: dict[str, Callable[[Any, Way, Sequence[Any], Piece], list[Any]]] = {"iota": _run_iota}
+RUN: dict[str, Callable[[Any, Way, Sequence[Any], Piece], list[Any]]] = {
+    "iota": _run_iota,
+    "random_bits": _run_random_bits,
+}

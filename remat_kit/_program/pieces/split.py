@@ -118,13 +118,14 @@ class Blocked:
 def widest(program: Program) -> Any | None:
     """Return the largest value that a program computes and does not return.
 
-    Values of operations that cannot run in pieces do not count. Of several equally large ones, it
-    is the first. Returns None if there is no array among them.
+    Values of operations that cannot run in pieces do not count, nor do random bits, which are as
+    large as the values that they change. Of several equally large ones, it is the first. Returns
+    None if there is no array among them.
     """
     returned = _returned(program)
     best, size = None, 0
     for eqn in program.eqns:
-        if not _rules.is_known(eqn):  # random bits, for example
+        if not _rules.is_known(eqn) or eqn.primitive.name == "random_bits":
             continue
         for v in eqn.outvars:
             if v not in returned and _bytes(v) > size and shape_of(v):

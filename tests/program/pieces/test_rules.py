@@ -210,10 +210,21 @@ def test_equal_parts_of_an_axis() -> None:
 
 def _unsplittable() -> Iterator[Any]:
     yield last(lambda x: lax.fft(x, "fft", (4,)), jnp.ones((6, 4), jnp.complex64))
-    yield last(lambda k: jax.random.bits(k, (6,)), jax.random.key(0))
+    yield last(lambda k: jax.random.bits(k, (6,)), jax.random.key(0, impl="rbg"))
+    yield last(lambda k: jax.random.bits(k, (6,), jnp.uint8), jax.random.key(0))
+    yield last(jax.vmap(lambda k: jax.random.bits(k, (6,))), jax.random.split(jax.random.key(0)))
+    yield last(lambda k: jax.random.bits(k, (6, 2**30)), jax.random.key(0))
     yield last(lambda x: jax.debug.callback(print, x), floats(6, 4))
 
 
 def test_unknown_primitives_and_effects_have_no_ways() -> None:
     for eqn in _unsplittable():
+        assert all_ways(eqn, 6) == []
+
+
+def test_random_bits_of_the_older_threefry_have_no_ways() -> None:
+    """There a bit depends on the size of the whole array, and not on its place alone."""
+    eqn = last(lambda k: jax.random.bits(k, (6,)), jax.random.key(0))
+    assert all_ways(eqn, 6) != []
+    with jax.threefry_partitionable(False):
         assert all_ways(eqn, 6) == []

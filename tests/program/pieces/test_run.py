@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,17 @@ def test_iota(shape: tuple[int, ...], dim: int, pieces: int) -> None:
     assert {w.outputs[0].axis for w in found if w.outputs[0]} == {
         d for d in range(3) if shape[d] > 1
     }
+
+
+@settings(max_examples=4)
+@given(shape=st.tuples(_SIZES, _SIZES, st.sampled_from([4, 6, 12])), pieces=_PIECES)
+def test_random_bits(shape: tuple[int, ...], pieces: int) -> None:
+    """Each piece has the bits that the whole array has there, along factors of axes too."""
+    key = jax.random.key(7)
+    found = check_all_ways(lambda k: jax.random.bits(k, shape), key, pieces=pieces)
+    axes = {w.outputs[0].axis for w in found if isinstance(w.outputs[0], Along)}
+    assert axes == {d for d in range(3) if shape[d] > 1}
+    assert all(w.inputs == (None,) for w in found)
 
 
 def test_windows() -> None:

@@ -109,13 +109,27 @@ def test_masks_and_positions_are_computed_in_the_loop() -> None:
         assert all(how == Partial.SUM for _, how in found.outputs)
 
 
-def test_random_masks_are_made_whole() -> None:
+def masked(impl: str) -> Callable[..., Any]:
     def fn(x: Any) -> Any:
         wide = jnp.tanh(x[:, None] * jnp.ones((1, 128)))
-        mask = jax.random.bernoulli(jax.random.key(0), 0.5, wide.shape)
+        mask = jax.random.bernoulli(jax.random.key(0, impl=impl), 0.5, wide.shape)
         return jnp.sum(jnp.where(mask, wide, 0.0))
 
-    program = program_of(fn, (16,))
+    return fn
+
+
+def test_random_masks_are_drawn_in_pieces() -> None:
+    program = program_of(masked("threefry2x32"), (16,))
+    assert program.eqns[-1].primitive.name == "reduce_sum"
+    value = widest(program)
+    assert value.aval.dtype == jnp.float32  # and not the random bits, which are as large
+    found = divided(program, 0)
+    assert "random_bits" in names(program, found.ways)
+    assert not [v for v, _ in found.cut if v.aval.dtype == jnp.bool_]
+
+
+def test_masks_of_other_generators_are_made_whole() -> None:
+    program = program_of(masked("rbg"), (16,))
     found = divided(program, 0)
     assert "random_bits" in names(program, found.before)
     masks = [v for v, _ in found.cut if v.aval.dtype == jnp.bool_]
