@@ -14,7 +14,6 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from remat_kit._program import ops as _ops
