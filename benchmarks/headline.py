@@ -80,7 +80,7 @@ class Row:
         found = row_in(f"pieces_{self.chip}", pieces.CASES[self.case].name)["pieces"][budget]
         if found is None:
             return "–"
-        size, _, flops, seconds, segments, _ = found
+        size, _, flops, seconds, segments, *_ = found
         if not segments or size * MIB >= least:
             return "–"
         # A step is three forward passes.

@@ -5,8 +5,8 @@ pieces of a segment is one equation, a `jax.custom_jvp` call whose rules `remat_
 defines. So the planner prices the loop like any other operation, and a schedule puts it into a
 region, or leaves it in none, like any other operation.
 
-What the loop needs whole, for example a mask, stands before it, and what needs the result of all
-pieces after it.
+What the loop needs whole, for example normalized weights, stands before it, and what needs the
+result of all pieces after it.
 """
 
 from __future__ import annotations
