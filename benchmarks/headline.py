@@ -76,7 +76,7 @@ class Row:
         return cells + [self.in_pieces(budget, least) for budget in IN_PIECES]
 
     def in_pieces(self, budget: str, least: int) -> str:
-        """A plan with pieces, or – if it takes no less than the least plan without them."""
+        """A plan with pieces, or – if none has any or takes less than the least plan without."""
         found = row_in(f"pieces_{self.chip}", pieces.CASES[self.case].name)["pieces"][budget]
         if found is None:
             return "–"
