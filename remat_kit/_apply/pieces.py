@@ -435,10 +435,15 @@ def _nothing_yet(values: Sequence[Any]) -> Any:
     """Return a False that the compiler can only compute once these values are there.
 
     None if it would depend on nothing, because none of the values is a floating-point array.
+
+    The first entry of each value is read. It is read in half precision, because XLA's TPU compiler
+    stores an array that only matrix products read as bfloat16: an entry in float32 would make it
+    write the whole array in float32 as well (jax 0.12). The comparison is false for any entry.
     """
     known = None
     for x in values:
         if _is_float(jax.typeof(x)) and jnp.size(x):
+            x = x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
             first = lax.slice(x, (0,) * jnp.ndim(x), (1,) * jnp.ndim(x)).reshape(())
             never = jnp.real(first).astype(jnp.float32) > np.inf
             known = never if known is None else known | never

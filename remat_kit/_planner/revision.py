@@ -13,5 +13,6 @@ Example: `benchmarks/ogc_table.py` computes a row again if its ``planner`` is no
 
 REVISION = 3
 
-# Since 2, random bits are drawn in pieces.
-PIECES_REVISION = 2
+# Since 2, random bits are drawn in pieces. Since 3, the buffers of a loop over pieces depend on its
+# inputs in half precision.
+PIECES_REVISION = 3
