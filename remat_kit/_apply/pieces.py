@@ -31,6 +31,7 @@ from remat_kit._apply.region import relative
 from remat_kit._backend import rewrites as _rewrites
 from remat_kit._errors import PolicyError
 from remat_kit._policy.structural import Pieces
+from remat_kit._program import ops as _ops
 from remat_kit._program import paths as _paths
 from remat_kit._program import program as _program
 from remat_kit._program.pieces import Along, How, Partial, Piece, on_piece, shape_of
@@ -307,7 +308,7 @@ class PieceLoop:
             return _joined(hows, carry, self.body(self.cut(values, piece), piece), piece)
 
         with jax.named_scope(self.name):
-            near = _nothing_yet(values)
+            near = self._nothing_yet([v for v, _ in self.inputs], values)
             start = [_buffer(v.aval, how, near) for v, how in self.split.outputs]
             return self.over_pieces(start, step)
 
@@ -350,7 +351,7 @@ class PieceLoop:
                 return _joined(hows, carry, changes, piece)
 
             with jax.named_scope(self.name):
-                near = _nothing_yet(ds)
+                near = self._nothing_yet([self.inputs[i][0] for i in wrt], ds)
                 start = [_buffer(v.aval.to_tangent_aval(), how, near) for v, how in outputs]
                 return self.over_pieces(start, step)
 
@@ -373,11 +374,60 @@ class PieceLoop:
                 return _joined(back, carry, pull(given), piece)
 
             with jax.named_scope(self.name):
-                near = _nothing_yet([ct for ct in cts if ct is not None])
+                given = [(v, ct) for (v, _), ct in zip(outputs, cts, strict=True) if ct is not None]
+                near = self._nothing_yet(*zip(*given, strict=True)) if given else None
                 start = [_buffer(jax.typeof(xs[i]), how, near) for i, how in zip(wrt, entering)]
                 return self.over_pieces(start, step)
 
         return _jax.linear_map(evaluate, transpose, primals, tangents)
+
+    # .. buffers that depend on data
+
+    def _nothing_yet(self, variables: Sequence[Any], values: Sequence[Any]) -> Any:
+        """Return a False that the compiler can only compute once these values are there.
+
+        Args:
+            variables: the inputs or outputs of the loop whose values, tangents or cotangents these
+                are.
+            values: the values.
+        """
+        return _nothing_yet(
+            [
+                x.astype(jnp.bfloat16) if v in self._multiplied and x.dtype == jnp.float32 else x
+                for v, x in zip(variables, values, strict=True)
+            ]
+        )
+
+    @functools.cached_property
+    def _multiplied(self) -> set[Any]:
+        """The inputs that only matrix products read, and the outputs that such products compute.
+
+        XLA's TPU compiler stores the inputs, and the cotangents of the outputs, in bfloat16
+        (`remat_kit._backend.facts.ROUNDS_PRODUCTS`). If a buffer depended on an entry of one in
+        float32, it would store the whole array in float32 as well (jax 0.12).
+        """
+        eqns = [self.split.program.eqns[i] for i in self.split.ways]
+        maker = {v: eqn for eqn in eqns for v in eqn.outvars}
+        readers: dict[Any, list[Any]] = {}
+        for eqn in eqns:
+            for v in eqn.invars:
+                if not isinstance(v, jec.Literal):
+                    readers.setdefault(v, []).append(eqn)
+
+        def is_made(v: Any) -> bool:
+            eqn = None if isinstance(v, jec.Literal) else maker.get(v)
+            if eqn is None:
+                return False
+            return _ops.is_rounding(eqn) or (_ops.is_view(eqn) and is_made(eqn.invars[0]))
+
+        def is_read(v: Any) -> bool:
+            return v in readers and all(
+                _ops.is_rounding(eqn) or (_ops.is_view(eqn) and is_read(eqn.outvars[0]))
+                for eqn in readers[v]
+            )
+
+        outputs = {v for v, _ in self.split.outputs if is_made(v)}
+        return outputs | {v for v, _ in self.inputs if is_read(v)}
 
 
 def loop_of(eqn: Any) -> PieceLoop | None:
@@ -435,15 +485,10 @@ def _nothing_yet(values: Sequence[Any]) -> Any:
     """Return a False that the compiler can only compute once these values are there.
 
     None if it would depend on nothing, because none of the values is a floating-point array.
-
-    The first entry of each value is read. It is read in half precision, because XLA's TPU compiler
-    stores an array that only matrix products read as bfloat16: an entry in float32 would make it
-    write the whole array in float32 as well (jax 0.12). The comparison is false for any entry.
     """
     known = None
     for x in values:
         if _is_float(jax.typeof(x)) and jnp.size(x):
-            x = x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
             first = lax.slice(x, (0,) * jnp.ndim(x), (1,) * jnp.ndim(x)).reshape(())
             never = jnp.real(first).astype(jnp.float32) > np.inf
             known = never if known is None else known | never
