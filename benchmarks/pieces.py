@@ -165,7 +165,9 @@ def _figures(search: _Watched, answer: Answer) -> list[Any]:
     They are: MiB of temporaries; how far the predicted peak is above the compiled one, as a share
     of it; extra FLOPs and extra time as shares of the step's; the segments in pieces; the numbers
     of pieces; how far the prediction that `remat_kit.plan` reports is above the compiled peak,
-    which is corrected by the programs that were compiled before.
+    which is corrected by the programs that were compiled before; whether the compiler compiled the
+    program. It refuses one that takes more than the chip has, and says how much it needs, which the
+    other figures then take for the peak.
     """
     point, memory = search.points[answer.place], search.known[answer.place]
     step = search.frontier.forward_seconds + search.frontier.backward_seconds
@@ -179,6 +181,7 @@ def _figures(search: _Watched, answer: Answer) -> list[Any]:
         len(divided.divisions) if divided else 0,
         [*point.pieces],
         round(search.before[answer.place] / peak - 1, 4) if peak else None,
+        memory.temp_bytes is not None,
     ]
 
 
@@ -295,6 +298,8 @@ def rendered(report: Mapping[str, Any]) -> str:
         "how far the planner's prediction of the peak, arguments and results included, is above "
         "the compiled one, and *corrected* the same of the prediction that `plan` reports, which "
         "the programs compiled before have corrected. – stands for a budget that no plan fits. "
+        "Where *refused* stands, the program needs more than the chip has, so that XLA refuses it, "
+        "and the figures are of the amount that its message names. "
         "Compiled, not run."
     )
     ending = _common.ending(report, about, compiled_only=False)
@@ -321,8 +326,8 @@ def _cells(figures: Any) -> Iterator[str]:
     if figures is ... or figures is None:
         yield from ["–" if figures is None else "", *[""] * 6]
         return
-    size, error, flops, seconds, segments, pieces, corrected = figures
-    yield f"{size:,.0f}"
+    size, error, flops, seconds, segments, pieces, corrected, is_compiled = figures
+    yield f"{size:,.0f}" if is_compiled else f"{size:,.0f} (refused)"
     yield from (f"{100 * share:+.0f} %" for share in (flops, seconds))
     yield from ("" if e is None else f"{100 * e:+.1f} %" for e in (error, corrected))
     yield from (str(segments or ""), ", ".join(map(str, pieces)))

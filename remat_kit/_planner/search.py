@@ -498,11 +498,8 @@ class Search:
         """Return the predicted peak of a point, corrected by the peaks of compiled points.
 
         Between two compiled points, the function interpolates their peaks linearly. Beyond all
-        compiled points, it adds the error of the nearest one. If at most one program is compiled,
-        usually the one without regions, the model's own prediction is returned: the error for a
-        program without regions says little about programs with regions. Nor do the errors for
-        programs without pieces say much about one with pieces, so the peaks of such programs are
-        corrected by those of their own kind.
+        compiled points, it adds the error of the nearest one. Only points that `compiled_alike`
+        returns are compared. If there are none, the model's own prediction is returned.
         """
         if place in self.known and self.measured(place):
             return self.measured(place) or 0
@@ -511,13 +508,11 @@ class Search:
         own = self.points[place].predicted_peak_bytes
         if place in self.leaner:
             return self.predicted_leaner(place)
-        in_pieces = self.points[place].graph is not None
         pairs = sorted(
             (self.points[p].predicted_peak_bytes, self.measured(p) or 0)
-            for p in self.known
-            if self.measured(p) and (self.points[p].graph is not None) == in_pieces
+            for p in self.compiled_alike(place)
         )
-        if len(pairs) < (1 if in_pieces else 2):
+        if not pairs:
             return own
         below = [pair for pair in pairs if pair[0] <= own]
         above = [pair for pair in pairs if pair[0] > own]
@@ -526,6 +521,22 @@ class Search:
             return round(y0 + (y1 - y0) * (own - x0) / max(x1 - x0, 1))
         x, y = (below or above)[-1 if below else 0]
         return max(self.fixed(), y + own - x)
+
+    def compiled_alike(self, place: int) -> list[int]:
+        """Return the compiled points whose errors say something about that of another point.
+
+        For a point without pieces these are all others without pieces, if two are compiled: one is
+        usually the program without regions, whose error says little about programs with regions.
+        For a point with pieces they are those that divide the program alike; without any, those
+        that divide the same segments along the same axes into other numbers of pieces.
+        """
+        point = self.points[place]
+        compiled = [p for p in self.known if self.measured(p)]
+        alike = [p for p in compiled if self.points[p].graph is point.graph]
+        if point.graph is None:
+            return alike if len(alike) > 1 else []
+        segments = _segments(point)
+        return alike or [p for p in compiled if _segments(self.points[p]) == segments]
 
     def predicted_leaner(self, place: int) -> int:
         """Return the predicted peak of a leaner point, which saves less than the first point.
@@ -658,3 +669,10 @@ def _seconds(compiled: Compiled) -> float:
     chip = compiled.chip
     moves = collectives(program, origins, chip, compiled.meshes)
     return estimate(program, chip, origins, chip_name=chip.name, **link_times(moves)).seconds
+
+
+def _segments(point: Point) -> list[tuple[Any, ...]]:
+    """Return the segments that a point runs in pieces, each with its axis."""
+    divided = None if point.graph is None else point.graph.divided
+    divisions = divided.divisions if divided else ()
+    return [(d.start, d.stop, d.axis, d.loop) for d in divisions]
