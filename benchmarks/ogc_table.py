@@ -33,7 +33,7 @@ from remat_kit._cli import bench as _bench
 from remat_kit._cli import published as _published
 from remat_kit._cli.bench import NOT_MEASURED
 from remat_kit._cli.published import COMPILES, TABLE
-from remat_kit._planner.revision import REVISION
+from remat_kit._planner.revision import PIECES_REVISION, REVISION
 
 Row = dict[str, Any]
 
@@ -63,7 +63,8 @@ def taken(arch: str, chip: str, sizes: Mapping[str, Any], compiles: int, say: An
         pieces=True,
         progress=say,
     ).to_json()
-    return found | _wanted(arch, chip, sizes, compiles) | {"date": _today()}
+    found |= _wanted(arch, chip, sizes, compiles) | {"date": _today()}
+    return found | {"pieces_revision": PIECES_REVISION} if found["pieces"] else found
 
 
 def _wanted(arch: str, chip: str, sizes: Mapping[str, Any], compiles: int) -> Row:
@@ -86,8 +87,11 @@ def _today() -> str:
 
 def is_current(row: Row, wanted: Row) -> bool:
     """Tell whether a row is what would be found now."""
-    whole = row.get("pieces") or all(outcome["reached"] for outcome in row["outcomes"])
-    return whole and all(row.get(name) == value for name, value in wanted.items())
+    if row.get("pieces"):
+        wanted = wanted | {"pieces_revision": PIECES_REVISION}
+    elif not all(outcome["reached"] for outcome in row["outcomes"]):
+        return False
+    return all(row.get(name) == value for name, value in wanted.items())
 
 
 def kept(path: pathlib.Path | None) -> dict[tuple[str, str], Row]:
