@@ -29,19 +29,24 @@ SHARDINGS = {  # of the weights of the blocks, and of the embedding
     "tensor parallel": (P(None, "model"), P()),
     "both": (P("data", "model"), P("data", "model")),
 }
-NAMES = tuple(
-    f"{layers} {what}, {sharding}"
-    for layers in ("unrolled", "scanned")
-    for what in ("loss", "step")
-    for sharding in SHARDINGS
+NAMES = (
+    *(
+        f"{layers} {what}, {sharding}"
+        for layers in ("unrolled", "scanned")
+        for what in ("loss", "step")
+        for sharding in SHARDINGS
+    ),
+    *("dropout loss, data parallel", "dropout loss, both"),
 )
 BATCH, LENGTH, WIDTH, VOCABULARY, BLOCKS = 8, 128, 32, 512, 3
 
 
-def block(x, weights):
+def block(x, weights, key=None):
     q, k, v, out = weights
     heads = [(x @ w).reshape(*x.shape[:2], 4, -1) for w in (q, k, v)]
     scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", *heads[:2]) / 4, axis=-1)
+    if key is not None:
+        scores = jnp.where(jax.random.bernoulli(key, 0.9, scores.shape), scores / 0.9, 0)
     return x + jnp.einsum("bhqk,bkhd->bqhd", scores, heads[2]).reshape(x.shape) @ out
 
 
@@ -50,13 +55,17 @@ def head(table, x, tokens):
     return -jnp.mean(jnp.take_along_axis(logits, tokens[..., None], axis=-1))
 
 
-def unrolled(params, tokens):
+def unrolled(params, tokens, keys=(None,) * BLOCKS):
     blocks, table = params
     x = table[tokens]
-    for i in range(BLOCKS):
+    for i, key in enumerate(keys):
         with jax.named_scope(f"block_{i}"):
-            x = block(x, [w[i] for w in blocks])
+            x = block(x, [w[i] for w in blocks], key)
     return head(table, x, tokens)
+
+
+def dropout(params, tokens):
+    return unrolled(params, tokens, jax.random.split(jax.random.key(1), BLOCKS))
 
 
 def scanned(params, tokens):
@@ -86,7 +95,7 @@ def arguments(weights_spec, table_spec):
 def answers(kind, sharding):
     """Yield for two budgets what the plan says, and what its program says and computes."""
     layers, what = kind.split()
-    loss = scanned if layers == "scanned" else unrolled
+    loss = {"unrolled": unrolled, "scanned": scanned, "dropout": dropout}[layers]
     args = arguments(*SHARDINGS[sharding])
     fn = loss
     if what == "step":

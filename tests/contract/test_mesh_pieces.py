@@ -7,7 +7,7 @@ import mesh_pieces
 import pytest
 from other_process import printed_by
 
-pytestmark = pytest.mark.slow  # five minutes
+pytestmark = pytest.mark.slow  # six minutes
 
 
 @pytest.mark.parametrize("name", mesh_pieces.NAMES)
