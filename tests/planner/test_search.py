@@ -359,6 +359,31 @@ def test_plans_with_pieces_are_compared_with_one_without(monkeypatch, is_least):
     assert found.predicted_peak_bytes == least
 
 
+def test_predictions_with_pieces_are_corrected_by_plans_of_the_same_segments(monkeypatch):
+    def compiled(self, place):
+        return 2 * self.points[place].predicted_peak_bytes, 0.0
+
+    def own(place):
+        return search.points[place].predicted_peak_bytes
+
+    pretended(monkeypatch, compiled)
+    search = search_of(head, ARGS, compiles=1, pieces=True)
+    known = next(p for p, point in enumerate(search.points) if len(point.pieces) > 0)
+    search.compile(search.plain)
+    search.compile(known)
+    first = search.points[known]
+    segments = _search._segments(first)
+    for place, point in enumerate(search.points):
+        if not search.is_new(place) or place in search.leaner:
+            continue
+        is_alike = point.graph is first.graph or _search._segments(point) == segments
+        corrected = own(place) + own(known) if is_alike else own(place)
+        assert search.predicted(place) == corrected
+    alike = [search.predicted(p) != own(p) for p, point in enumerate(search.points) if point.pieces]
+    assert any(alike)
+    assert not all(alike)
+
+
 def test_a_program_on_one_device_is_not_searched_further():
     search = search_of(loss, ARGS)
     search.compile(search.plain)
