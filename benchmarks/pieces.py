@@ -300,10 +300,23 @@ def rendered(report: Mapping[str, Any]) -> str:
         "the programs compiled before have corrected. – stands for a budget that no plan fits. "
         "Where *refused* stands, the program needs more than the chip has, so that XLA refuses it, "
         "and the figures are of the amount that its message names. "
-        "Compiled, not run."
+        f"{_accuracy(report['rows'])}Compiled, not run."
     )
     ending = _common.ending(report, about, compiled_only=False)
     return "\n".join([*lines, *ending, *_mixed(report["rows"])])
+
+
+def _accuracy(rows: Sequence[Row]) -> str:
+    """Say how many peaks of plans in pieces were predicted badly; nothing if there are none."""
+    plans = [plan for row in rows for plan in row.get("pieces", {}).values() if plan and plan[4]]
+    compiled = [plan for plan in plans if plan[7]]
+    if not compiled:
+        return ""
+    alone, corrected = (sum(abs(plan[i] or 0) > 0.1 for plan in compiled) for i in (1, 6))
+    return (
+        f"Of {len(compiled)} plans in pieces that were compiled, the model is more than 10 % off "
+        f"for {alone}, and the corrected prediction for {corrected}. "
+    )
 
 
 def _lines(row: Row) -> Iterator[str]:

@@ -159,7 +159,26 @@ def rendered(report: dict[str, Any]) -> str:
     about = "Extra FLOPs, those of matrix products and convolutions alone, and extra roofline time "
     about += "in parts of those of the forward pass; over the bound in parts of the forward pass's "
     about += f"work. Planned for {report['target']}, objective {report['objective']}."
+    about += _accuracy([plan for row in report["rows"] for plan in row["plans"]])
     return "\n".join([*lines, *_common.ending(report, about)])
+
+
+def _accuracy(plans: Iterable[Mapping[str, Any]]) -> str:
+    """Say how many peaks were predicted well; nothing if no plan was compiled."""
+    found = [plan for plan in plans if "error" not in plan]
+    if not found:
+        return ""
+    first = [plan for plan in found if plan["first_predicted_peak_bytes"]]
+
+    def near(plans: Sequence[Mapping[str, Any]], which: str, share: float) -> int:
+        peaks = [(plan[which], plan["compiled_peak_bytes"]) for plan in plans]
+        return sum(abs(predicted - peak) <= share * peak for predicted, peak in peaks)
+
+    return (
+        f" Of {len(found)} plans, {near(found, 'predicted_peak_bytes', 0.05)} are predicted to "
+        f"within 5 % of the compiled peak; before any compile, "
+        f"{near(first, 'first_predicted_peak_bytes', 0.1)} of {len(first)} to within 10 %."
+    )
 
 
 SHARES = (0.3, 0.4, 0.5)

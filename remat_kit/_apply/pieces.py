@@ -308,7 +308,7 @@ class PieceLoop:
             return _joined(hows, carry, self.body(self.cut(values, piece), piece), piece)
 
         with jax.named_scope(self.name):
-            near = self._nothing_yet([v for v, _ in self.inputs], values)
+            near = self._not_before([v for v, _ in self.inputs], values)
             start = [_buffer(v.aval, how, near) for v, how in self.split.outputs]
             return self.over_pieces(start, step)
 
@@ -351,7 +351,7 @@ class PieceLoop:
                 return _joined(hows, carry, changes, piece)
 
             with jax.named_scope(self.name):
-                near = self._nothing_yet([self.inputs[i][0] for i in wrt], ds)
+                near = self._not_before([self.inputs[i][0] for i in wrt], ds)
                 start = [_buffer(v.aval.to_tangent_aval(), how, near) for v, how in outputs]
                 return self.over_pieces(start, step)
 
@@ -374,8 +374,8 @@ class PieceLoop:
                 return _joined(back, carry, pull(given), piece)
 
             with jax.named_scope(self.name):
-                given = [(v, ct) for (v, _), ct in zip(outputs, cts, strict=True) if ct is not None]
-                near = self._nothing_yet(*zip(*given, strict=True)) if given else None
+                known = [(v, ct) for (v, _), ct in zip(outputs, cts, strict=True) if ct is not None]
+                near = self._not_before([v for v, _ in known], [ct for _, ct in known])
                 start = [_buffer(jax.typeof(xs[i]), how, near) for i, how in zip(wrt, entering)]
                 return self.over_pieces(start, step)
 
@@ -383,13 +383,12 @@ class PieceLoop:
 
     # .. buffers that depend on data
 
-    def _nothing_yet(self, variables: Sequence[Any], values: Sequence[Any]) -> Any:
-        """Return a False that the compiler can only compute once these values are there.
+    def _not_before(self, variables: Sequence[Any], values: Sequence[Any]) -> Any:
+        """Do the same as `_nothing_yet`, in the precision in which compilers store the values.
 
         Args:
-            variables: the inputs or outputs of the loop whose values, tangents or cotangents these
-                are.
-            values: the values.
+            variables: inputs or outputs of the loop.
+            values: for each variable its value, tangent or cotangent.
         """
         return _nothing_yet(
             [
@@ -404,7 +403,8 @@ class PieceLoop:
 
         XLA's TPU compiler stores the inputs, and the cotangents of the outputs, in bfloat16
         (`remat_kit._backend.facts.ROUNDS_PRODUCTS`). If a buffer depended on an entry of one in
-        float32, it would store the whole array in float32 as well (jax 0.12).
+        float32, it would store the whole array in float32 as well (jax 0.12). Other arrays are read
+        as they are: an entry in bfloat16 may then be one more copy of the array.
         """
         eqns = [self.split.program.eqns[i] for i in self.split.ways]
         maker = {v: eqn for eqn in eqns for v in eqn.outvars}
