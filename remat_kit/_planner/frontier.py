@@ -115,9 +115,8 @@ class Frontier:
             per block.
         blocks: of a partitioned loss, the schedules that recompute each repeated block as a whole.
             `plan` compiles them too.
-        undivided: with ``pieces=True``, the points and leaner points without pieces that points
-            with pieces took the place of. `plan` compiles one or two of them too, because the model
-            may be wrong.
+        whole: with ``pieces=True``, the frontier without pieces. `plan` searches it as well, so
+            that a plan with pieces never has more work than one without.
         memory_bytes: the memory of the chip in bytes.
         graph: the cost graph of the loss; of a step with several losses, that of the loss which
             needs most.
@@ -142,7 +141,7 @@ class Frontier:
     graph: CostGraph = dataclasses.field(repr=False)
     others: tuple[Frontier, ...] = dataclasses.field(default=(), repr=False)
     blocks: tuple[Point, ...] = dataclasses.field(default=(), repr=False)
-    undivided: tuple[Point, ...] = dataclasses.field(default=(), repr=False)
+    whole: Frontier | None = dataclasses.field(default=None, repr=False)
     of_step: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -405,21 +404,9 @@ def frontier_of(
     def points(some: Sequence[_proposals.Candidate]) -> tuple[Point, ...]:
         return tuple(_point(graph, c.schedule, c.cost, bounds, worth, around) for c in some)
 
-    whole = every = points(_proposals.pareto(found, worth))
-    leaner = points(_proposals.leaner(found, worth))
-    without = (*whole, *leaner)
-    if pieces:
-        if _pieces.has_explicit_shardings(graph):
-            raise UserError(
-                f"`{call}(..., pieces=True)`: the function is partitioned over a mesh with "
-                "explicit axes; the planner chooses pieces for automatic axes only",
-                hint="leave pieces out, or choose them yourself: `policy(pieces(8), at=...)`",
-            )
-        with collection_put_off():
-            every, leaner = _with_pieces(graph, every, leaner, chip, around, worth, bandwidth, tick)
     blocks = _proposals.repeated_blocks(graph) if chip.devices > 1 else ()
-    return Frontier(
-        points=every,
+    whole = Frontier(
+        points=points(_proposals.pareto(found, worth)),
         target=chip.name,
         objective=objective,
         planning_seconds=time.perf_counter() - begun,
@@ -429,13 +416,28 @@ def frontier_of(
         forward_seconds=around.times * graph.forward_seconds,
         backward_seconds=around.times * graph.backward_seconds,
         working_bytes=bounds.working_bytes,
-        leaner=leaner,
+        leaner=points(_proposals.leaner(found, worth)),
         plain=point((Segment(0, len(graph.equations), plain=True),)),
         presets=tuple((name, point(schedule)) for name, schedule in _proposals.presets(graph)),
         blocks=tuple(map(point, blocks)),
-        undivided=tuple(p for p in without if not any(p is q for q in (*every, *leaner))),
         memory_bytes=chip.memory_bytes,
         graph=graph,
+    )
+    if not pieces:
+        return whole
+    if _pieces.has_explicit_shardings(graph):
+        raise UserError(
+            f"`{call}(..., pieces=True)`: the function is partitioned over a mesh with "
+            "explicit axes; the planner chooses pieces for automatic axes only",
+            hint="leave pieces out, or choose them yourself: `policy(pieces(8), at=...)`",
+        )
+    with collection_put_off():
+        every, leaner = _with_pieces(
+            *(graph, whole.points, whole.leaner, chip, around, worth, bandwidth, tick)
+        )
+    seconds = time.perf_counter() - begun
+    return dataclasses.replace(
+        whole, points=every, leaner=leaner, planning_seconds=seconds, whole=whole
     )
 
 

@@ -75,6 +75,11 @@ _FAR = 2.0
 _EQUAL = 0.01
 
 
+# With pieces, no program without them is compiled for a budget if all of their predicted peaks are
+# above this multiple of it.
+_HOPELESS = 1.25
+
+
 # A number of bytes that no program fits.
 _NEVER = 2**62
 
@@ -239,7 +244,12 @@ class Search:
 
     def __post_init__(self) -> None:
         front = self.frontier
-        extra = (*front.blocks, *front.undivided)
+        self.whole = None if front.whole is None else _Whole.of(self, front.whole)
+        extra = [*front.blocks]
+        if front.whole is not None:
+            every = (*front.points, *front.leaner)
+            whole = (*front.whole.points, *front.whole.leaner)
+            extra += [p for p in whole if not any(p is q for q in every)]
         self.points = (*front.points, *front.leaner, *extra, front.plain)
         self.plain = len(self.points) - 1
         first = self.plain - len(extra)
@@ -261,41 +271,50 @@ class Search:
         limit = self.limit(budget)
         tried: dict[int, int] = {}  # the predicted peak of each point before it was compiled
         try:
-            for left in range(self.compiles, 0, -1):
-                choice = self.choice(budget, limit)
-                if left == 1 and not self.fitting(limit):
-                    # If nothing fits yet, the last compile goes to the lowest predicted peak,
-                    # which is the most likely to fit.
-                    choice = self.leanest()
-                if choice is None or not self.is_new(choice):
-                    break
-                tried[choice] = self.predicted(choice)
-                self.compile(choice)
-            for _ in range(2 if limit is None else 1):
-                choice = self.without_pieces(budget, limit)
-                if choice is None:
-                    break
-                tried[choice] = self.predicted(choice)
-                self.compile(choice)
-            while (choice := self.unlike_predicted(limit)) is not None:
-                tried[choice] = self.predicted(choice)
-                self.compile(choice)
-            for _ in range(_BEYOND):
-                choice = self.leanest()
-                if choice is None or self.fitting(limit):
-                    break
-                tried[choice] = self.predicted(choice)
-                self.compile(choice)
-            for _ in range(_REFINED):
-                choice = self.cheaper(budget, limit)
-                if choice is None:
-                    break
-                tried[choice] = self.predicted(choice)
-                self.compile(choice)
+            self.compile_for(budget, limit, tried)
         except KeyboardInterrupt:
             if not self.fitting(limit):
                 raise
         return self.answer(budget, tried)
+
+    def compile_for(
+        self, budget: str | int | float, limit: int | None, tried: dict[int, int]
+    ) -> None:
+        """Compile the points that are promising for a budget.
+
+        Args:
+            budget: the budget, as `parsed_budget` returns it.
+            limit: the budget in bytes, or None for "min" and "free".
+            tried: filled with the predicted peak of each point before it was compiled.
+        """
+
+        def attempt(place: int) -> None:
+            tried[place] = self.predicted(place)
+            self.compile(place)
+
+        if self.whole is not None:
+            tried.update(self.whole.compiled_for(budget, limit))
+        for left in range(self.compiles, 0, -1):
+            choice = self.choice(budget, limit)
+            if left == 1 and not self.fitting(limit):
+                # If nothing fits yet, the last compile goes to the lowest predicted peak, which is
+                # the most likely to fit.
+                choice = self.leanest()
+            if choice is None or not self.is_new(choice):
+                break
+            attempt(choice)
+        while (choice := self.unlike_predicted(limit)) is not None:
+            attempt(choice)
+        for _ in range(_BEYOND):
+            choice = self.leanest()
+            if choice is None or self.fitting(limit):
+                break
+            attempt(choice)
+        for _ in range(_REFINED):
+            choice = self.cheaper(budget, limit)
+            if choice is None:
+                break
+            attempt(choice)
 
     def begin(self) -> None:
         """Compile the program without a plan or, if the compiler refuses it, a lean schedule.
@@ -312,6 +331,10 @@ class Search:
         if not self.known:
             raise self.refused[self.plain]
 
+    def place_of(self, point: Point) -> int:
+        """Return the index of a point."""
+        return next(p for p, other in enumerate(self.points) if other is point)
+
     def is_new(self, place: int) -> bool:
         """Tell whether the program of a point was neither compiled nor refused so far."""
         return place not in self.known and place not in self.refused
@@ -325,38 +348,6 @@ class Search:
             return None
         saved = self.points[self.best(budget, limit)].extra_work - self.points[choice].extra_work
         return choice if saved > _MUCH * self.frontier.forward_seconds else None
-
-    def without_pieces(self, budget: str | int | float, limit: int | None) -> int | None:
-        """Return the most promising point without pieces if it should be compiled, or None.
-
-        The model predicts that each point without pieces needs more memory or more work than one
-        with pieces. Loops over pieces compile in another way, so the model may be wrong by more
-        than the difference. For the least memory, this is first the point with the lowest peak.
-        Once that is compiled, it is the point that saves the fewest bytes of those whose predicted
-        peaks are below all compiled ones.
-        """
-        if budget == "free" or not self.has_pieces:
-            return None
-        points = self.points
-        whole = [p for p, point in enumerate(points) if point.graph is None]
-        if limit is None:
-            least = min(whole, key=lambda p: points[p].predicted_peak_bytes)
-            if self.is_new(least):
-                return least
-            lowest = min((self.measured(p) or 0 for p in self.fitting(None)), default=math.inf)
-            leaner = [
-                p for p in whole if self.is_new(p) and points[p].predicted_peak_bytes < lowest
-            ]
-            return min(leaner, key=lambda p: points[p].saved_bytes, default=None)
-        most = points[self.best(budget, limit)].extra_work if self.fitting(limit) else math.inf
-        better = [
-            p
-            for p in whole
-            if self.is_new(p)
-            and points[p].predicted_peak_bytes <= limit
-            and points[p].extra_work < most
-        ]
-        return min(better, key=lambda p: points[p].extra_work, default=None)
 
     def unlike_predicted(self, limit: int | None) -> int | None:
         """Return a point of a partitioned program that may fit although it should not, or None.
@@ -660,6 +651,52 @@ class Search:
         if text is None:
             return ""
         return _peak.anatomy(_hlo.parse(text), platform=self.chip.platform).peak.phase
+
+
+@dataclasses.dataclass
+class _Whole(Search):
+    """The search among the points without pieces, as if there were no others.
+
+    Its predictions are corrected by the programs that it chose itself, so it finds the points that
+    a search without pieces would find. Another search, whose points may have pieces, compiles them.
+    """
+
+    owner: Search = dataclasses.field(kw_only=True, repr=False)
+
+    @classmethod
+    def of(cls, owner: Search, frontier: Frontier) -> _Whole:
+        given = {f.name: getattr(owner, f.name) for f in dataclasses.fields(Search)}
+        own = dict[str, Any](known={}, texts={}, seconds={}, refused={})
+        return cls(**given | own | {"frontier": frontier, "owner": owner})
+
+    def compile(self, place: int) -> None:
+        if not self.is_new(place):
+            return
+        owner = self.owner
+        there = owner.place_of(self.points[place])
+        owner.compile(there)
+        self.chip = owner.chip
+        for name in ("known", "texts", "seconds", "refused"):
+            if there in (found := getattr(owner, name)):
+                getattr(self, name)[place] = found[there]
+
+    def compiled_for(self, budget: str | int | float, limit: int | None) -> dict[int, int]:
+        """Compile the points that are promising for a budget, unless all are too large by far.
+
+        Returns:
+            the predicted peak of each point before it was compiled, by the index that the point has
+            for the owner.
+        """
+        try:
+            self.begin()
+        except CompileError:  # a program with pieces may still compile
+            return {}
+        least = min(map(self.predicted, range(len(self.points))))
+        if limit is not None and least > _HOPELESS * limit:
+            return {}
+        tried: dict[int, int] = {}
+        self.compile_for(budget, limit, tried)
+        return {self.owner.place_of(self.points[p]): peak for p, peak in tried.items()}
 
 
 def _seconds(compiled: Compiled) -> float:

@@ -176,7 +176,12 @@ def frontier_of_step(
     main = max(range(len(fronts)), key=lambda i: fronts[i].plain.cost.peak_bytes)
     others = tuple(f for i, f in enumerate(fronts) if i != main)
     whole = together(fronts[main], others) if others else fronts[main]
-    return dataclasses.replace(whole, of_step=True)
+    return _of_step(whole)
+
+
+def _of_step(front: Frontier) -> Frontier:
+    whole = front.whole and _of_step(front.whole)
+    return dataclasses.replace(front, of_step=True, whole=whole)
 
 
 def rest_of_step(compiled: Compiled) -> tuple[int, int]:
@@ -248,14 +253,15 @@ def together(main: Frontier, others: Sequence[Frontier]) -> Frontier:
             others=tuple(f.plain for f in others),
         )
 
+    whole = main.whole and together(main.whole, [f.whole or f for f in others])
     return dataclasses.replace(
         main,
         points=tuple(map(joined, main.points)),
         leaner=tuple(map(joined, main.leaner)),
-        plain=plain(),
+        plain=whole.plain if whole else plain(),
         presets=(),
         blocks=tuple(map(joined, main.blocks)),
-        undivided=tuple(map(joined, main.undivided)),
+        whole=whole,
         equations=main.equations + sum(f.equations for f in others),
         forward_seconds=forward,
         backward_seconds=main.backward_seconds + sum(f.backward_seconds for f in others),
