@@ -100,10 +100,10 @@ def rows_of(
         )
         row["planning_seconds"].append(round(time.perf_counter() - begun, 1))
         search = _Watched(loss, args, argnums, chip, front, COMPILES, tick)
-        first: dict[str, str | int | float] = {"min": "min"}
+        budgets: dict[str, str | int | float] = {"min": "min"} | {str(s): s for s in shares}
         if least is not None:
-            first[LEAST] = least
-        for budget, amount in (first | {str(share): share for share in shares}).items():
+            budgets[LEAST] = least
+        for budget, amount in budgets.items():
             answer = _answer(search, amount, row[name].get("min"))
             row[name][budget] = None if answer is None else _figures(search, answer)
             row["none_mib"] = _mib(temporaries(search.known[search.plain]))
