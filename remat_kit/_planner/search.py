@@ -335,6 +335,14 @@ class Search:
         """Return the index of a point."""
         return next(p for p, other in enumerate(self.points) if other is point)
 
+    def count(self) -> int:
+        """Return how many programs were compiled, without those for the search without pieces.
+
+        The program without a plan counts.
+        """
+        whole = self.whole
+        return len(self.known) - (sum(p != whole.plain for p in whole.known) if whole else 0)
+
     def is_new(self, place: int) -> bool:
         """Tell whether the program of a point was neither compiled nor refused so far."""
         return place not in self.known and place not in self.refused
@@ -367,7 +375,7 @@ class Search:
             may_fit = self.is_new(place) and point.predicted_peak_bytes <= _FAR * limit
             if may_fit and point.extra_work <= enough:
                 return place
-        if len(self.known) > self.compiles or not fitting:
+        if self.count() > self.compiles or not fitting:
             return None
         best = self.points[self.best(limit, limit)]
         most = min(limit, (1 + _EQUAL) * best.predicted_peak_bytes)
@@ -554,7 +562,7 @@ class Search:
                 return None
             best = min(new, key=self.smallest)
             least = min(self.measured(p) or _NEVER for p in self.known)
-            if self.predicted(best) < least or len(self.known) < 3:
+            if self.predicted(best) < least or self.count() < 3:
                 return best
             # The model's errors differ from one program with pieces to the next, so one with a
             # higher prediction may compile to less memory. Those with the least work come first.
