@@ -425,16 +425,7 @@ def frontier_of(
     )
     if not pieces:
         return whole
-    if _pieces.has_explicit_shardings(graph):
-        raise UserError(
-            f"`{call}(..., pieces=True)`: the function is partitioned over a mesh with "
-            "explicit axes; the planner chooses pieces for automatic axes only",
-            hint="leave pieces out, or choose them yourself: `policy(pieces(8), at=...)`",
-        )
-    with collection_put_off():
-        every, leaner = _with_pieces(
-            *(graph, whole.points, whole.leaner, chip, around, worth, bandwidth, tick)
-        )
+    every, leaner = _with_pieces(whole, chip, around, worth, bandwidth, tick, call)
     seconds = time.perf_counter() - begun
     return dataclasses.replace(
         whole, points=every, leaner=leaner, planning_seconds=seconds, whole=whole
@@ -464,25 +455,36 @@ def _within_host(
 
 
 def _with_pieces(
-    graph: CostGraph,
-    points: tuple[Point, ...],
-    leaner: tuple[Point, ...],
+    whole: Frontier,
     chip: Target,
     around: Surroundings,
     worth: _mincut.Worth,
     host_bandwidth: float,
     tick: Tick,
+    call: str,
 ) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
-    """Return points and leaner points, with those of the program with segments in pieces.
+    """Return the points and leaner points of a frontier, with those with segments in pieces.
 
     A point with pieces needs no more FLOPs and no more time than the points whose place it takes.
     If none of those is below the floor of the points without pieces, others are.
+
+    Raises:
+        UserError: the program is partitioned over a mesh with explicit axes.
     """
+    graph, points, leaner = whole.graph, whole.points, whole.leaner
+    if _pieces.has_explicit_shardings(graph):
+        raise UserError(
+            f"`{call}(..., pieces=True)`: the function is partitioned over a mesh with "
+            "explicit axes; the planner chooses pieces for automatic axes only",
+            hint="leave pieces out, or choose them yourself: `policy(pieces(8), at=...)`",
+        )
     found, others = list(points), list[Point]()
     floor = min(p.predicted_peak_bytes for p in points)
     room = chip.host_memory_bytes or math.inf
     prices = list[tuple[_pieces.Variant, Callable[[_proposals.Candidate], Point]]]()
-    for variant in _pieces.explored(graph, chip, worth, host_bandwidth, room, tick):
+    with collection_put_off():
+        variants = list(_pieces.explored(graph, chip, worth, host_bandwidth, room, tick))
+    for variant in variants:
         bounds = _bounds.bounds(variant.graph, worth)
         priced = functools.partial(_priced, variant, graph, bounds, worth=worth, around=around)
         prices.append((variant, priced))
