@@ -303,6 +303,8 @@ class Search:
             if choice is None or not self.is_new(choice):
                 break
             attempt(choice)
+        if budget == "min" and (choice := self.saving_least()) is not None:
+            attempt(choice)
         while (choice := self.unlike_predicted(limit)) is not None:
             attempt(choice)
         for _ in range(_BEYOND):
@@ -356,6 +358,23 @@ class Search:
             return None
         saved = self.points[self.best(budget, limit)].extra_work - self.points[choice].extra_work
         return choice if saved > _MUCH * self.frontier.forward_seconds else None
+
+    def saving_least(self) -> int | None:
+        """Return another point without pieces that may have the least memory, or None.
+
+        It saves the fewest bytes of those whose predicted peaks are below all compiled ones. The
+        predicted peaks of the leanest points are often about equal, while compilers keep more
+        memory for those that save more.
+        """
+        if not self.has_pieces:
+            return None
+        lowest = min((self.measured(p) or 0 for p in self.fitting(None)), default=math.inf)
+        leaner = [
+            p
+            for p, point in enumerate(self.points)
+            if point.graph is None and self.is_new(p) and point.predicted_peak_bytes < lowest
+        ]
+        return min(leaner, key=lambda p: self.points[p].saved_bytes, default=None)
 
     def unlike_predicted(self, limit: int | None) -> int | None:
         """Return a point of a partitioned program that may fit although it should not, or None.
