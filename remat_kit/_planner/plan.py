@@ -368,9 +368,11 @@ def plan(
         offload: whether the iterations of scans may offload their saved arrays, as for `frontier`.
             XLA has returned wrong gradients with such offloads on GPUs (openxla/xla#46231), so
             compare a step's gradients before you train.
-        pieces: whether segments may run in pieces of an axis, as for `frontier`. The plans that
-            would be compiled without pieces are compiled too, so the extra work, measured by the
-            objective, is never more than that of the plan without pieces. Compiling takes longer.
+        pieces: whether segments may run in pieces of an axis, as for `frontier`. The programs that
+            would be compiled without pieces are compiled too, unless all of them are predicted to
+            need far more than the budget. So for the same budget, the plan never has more extra
+            work, as the objective measures it, than the one without pieces. Up to twice as many
+            programs are compiled.
         compiles: maximum number of programs to compile beside the one without a plan. If none of
             them fits, up to three more are compiled, those with the lowest predicted peaks. If one
             fits, but another candidate should fit with much less recomputation, up to three more

@@ -260,7 +260,7 @@ def together(main: Frontier, others: Sequence[Frontier]) -> Frontier:
         leaner=tuple(map(joined, main.leaner)),
         plain=whole.plain if whole else plain(),
         presets=(),
-        blocks=tuple(map(joined, main.blocks)),
+        blocks=whole.blocks if whole else tuple(map(joined, main.blocks)),
         whole=whole,
         equations=main.equations + sum(f.equations for f in others),
         forward_seconds=forward,

@@ -20,7 +20,7 @@ from remat_kit._cli import main as _main
 from remat_kit._errors import UserError
 from remat_kit._planner import plan as _plan
 from remat_kit._planner import search as _search
-from remat_kit._planner.steps import frontier_for
+from remat_kit._planner.steps import frontier_for, together
 
 
 def loss(ws, x):
@@ -363,6 +363,17 @@ def test_a_plan_with_pieces_has_no_more_work_than_the_one_without(monkeypatch, s
         without = whole.points[whole.run(budget).place]
         found = divided.points[divided.run(budget).place]
         assert found.extra_work <= without.extra_work
+
+
+def test_the_points_without_pieces_of_a_step_with_two_losses_are_among_all_points():
+    search = search_of(head, ARGS, pieces=True)
+    front, plain = search.frontier, search.frontier.plain
+    front = dataclasses.replace(
+        front, blocks=(plain,), whole=dataclasses.replace(front.whole, blocks=(plain,))
+    )
+    search = dataclasses.replace(search, frontier=together(front, [front]))
+    places = [search.place_of(point) for point in search.whole.points]
+    assert len(set(places)) == len(places) > len(front.whole.points)
 
 
 def test_without_pieces_nothing_is_compiled_for_a_budget_far_below_all_plans(monkeypatch):
