@@ -33,7 +33,7 @@ from remat_kit._cli import bench as _bench
 from remat_kit._cli import published as _published
 from remat_kit._cli.bench import NOT_MEASURED
 from remat_kit._cli.published import COMPILES, TABLE
-from remat_kit._planner.revision import PIECES_REVISION, REVISION
+from remat_kit._planner.revision import PIECES_REVISIONS, REVISION
 
 Row = dict[str, Any]
 
@@ -64,7 +64,11 @@ def taken(arch: str, chip: str, sizes: Mapping[str, Any], compiles: int, say: An
         progress=say,
     ).to_json()
     found |= _wanted(arch, chip, sizes, compiles) | {"date": _today()}
-    return found | {"pieces_revision": PIECES_REVISION} if found["pieces"] else found
+    return found | {"pieces_revision": _pieces_revision(chip)} if found["pieces"] else found
+
+
+def _pieces_revision(chip: str) -> int:
+    return PIECES_REVISIONS[remat_kit.target(chip).platform]
 
 
 def _wanted(arch: str, chip: str, sizes: Mapping[str, Any], compiles: int) -> Row:
@@ -88,7 +92,7 @@ def _today() -> str:
 def is_current(row: Row, wanted: Row) -> bool:
     """Tell whether a row is what would be found now."""
     if row.get("pieces"):
-        wanted = wanted | {"pieces_revision": PIECES_REVISION}
+        wanted = wanted | {"pieces_revision": _pieces_revision(wanted["target"])}
     elif not all(outcome["reached"] for outcome in row["outcomes"]):
         return False
     return all(row.get(name) == value for name, value in wanted.items())

@@ -40,7 +40,7 @@ from _common import MIB, Case
 
 import remat_kit
 from remat_kit._chip.memory import temporaries
-from remat_kit._planner.revision import PIECES_REVISION, REVISION
+from remat_kit._planner.revision import PIECES_REVISIONS, REVISION
 from remat_kit._planner.search import Answer, Search
 from remat_kit._planner.steps import frontier_for
 
@@ -118,7 +118,7 @@ def current(model: str, target: str) -> Row:
     """What a row must have in common with the one that would be taken now."""
     versions = _common.versions(target)
     row = {"model": model, "target": target, "planner": REVISION, "versions": versions}
-    return {**row, "pieces_revision": PIECES_REVISION}
+    return {**row, "pieces_revision": PIECES_REVISIONS[remat_kit.target(target).platform]}
 
 
 @dataclasses.dataclass

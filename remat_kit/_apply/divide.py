@@ -60,7 +60,7 @@ def divided(program: Program, divisions: Sequence[Division], call: str = "planne
     Raises:
         PolicyError: a segment cannot be divided like that.
     """
-    return _Dividing(call).divided(program, tuple(divisions))
+    return _Dividing(call, frozenset(program.invars)).divided(program, tuple(divisions))
 
 
 def segment_of(program: Program, start: int, stop: int) -> Program:
@@ -85,8 +85,9 @@ def split_of(part: Program, place: tuple[int, int], axis: int) -> Split | Blocke
 class _Dividing:
     """Divides a program; equal segments share one loop, so that JAX traces the loop once."""
 
-    def __init__(self, call: str):
+    def __init__(self, call: str, arguments: frozenset[Any]):
         self.call = call
+        self.arguments = arguments
         self.known: dict[Any, tuple[Program, PieceLoop, Any]] = {}
 
     def divided(self, program: Program, divisions: tuple[Division, ...]) -> Divided:
@@ -135,13 +136,15 @@ class _Dividing:
         d = division
         prefix, part = relative(segment_of(program, d.start, d.stop))
         place = d.of[0] - d.start, d.of[1]
-        key = structure_of(part), place, d.axis, d.pieces
+        given = tuple(i for i, v in enumerate(part.invars) if v in self.arguments)
+        key = structure_of(part), given, place, d.axis, d.pieces
         known = self.known.get(key)
         if known is None:
             split = split_of(part, place, d.axis)
             if isinstance(split, Blocked):
                 raise self.fault(d, str(split))
-            loop = PieceLoop(split, -(-split.n // min(d.pieces, split.n)))
+            arguments = frozenset(part.invars[i] for i in given)
+            loop = PieceLoop(split, -(-split.n // min(d.pieces, split.n)), arguments)
             known = self.known[key] = part, loop, _equation(loop)
         first, loop, eqn = known
         same = dict(zip(first.invars, part.invars, strict=True))

@@ -28,6 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from remat_kit import _jax
 from remat_kit._apply.region import relative
+from remat_kit._backend import barriers as _barriers
 from remat_kit._backend import rewrites as _rewrites
 from remat_kit._errors import PolicyError
 from remat_kit._policy.structural import Pieces
@@ -155,10 +156,16 @@ class PieceLoop:
 
     Its inputs are the values that each piece reads as a whole, then those that are cut. A value
     that is read in several ways is an input several times.
+
+    Attributes:
+        split: how the equations run in pieces.
+        size: the number of entries of a piece.
+        arguments: the inputs that are known to be arguments of the whole program.
     """
 
     split: Split
     size: int
+    arguments: frozenset[Any] = frozenset()
 
     @functools.cached_property
     def inputs(self) -> list[tuple[Any, How]]:
@@ -376,10 +383,24 @@ class PieceLoop:
             with jax.named_scope(self.name):
                 known = [(v, ct) for (v, _), ct in zip(outputs, cts, strict=True) if ct is not None]
                 near = self._not_before([v for v, _ in known], [ct for _, ct in known])
+                xs = self._copied_again(near, xs)
                 start = [_buffer(jax.typeof(xs[i]), how, near) for i, how in zip(wrt, entering)]
                 return self.over_pieces(start, step)
 
         return _jax.linear_map(evaluate, transpose, primals, tangents)
+
+    def _copied_again(self, near: Any, xs: Sequence[Any]) -> list[Any]:
+        """Return the inputs for the loop of the derivative.
+
+        The arguments of the program that each piece reads as a whole are behind a barrier.
+        """
+        held = {
+            i: xs[i]
+            for i, (v, how) in enumerate(self.inputs)
+            if how is None and v in self.arguments
+        }
+        found = {} if near is None else _barriers.copied_again(near, held)
+        return [found.get(i, x) for i, x in enumerate(xs)]
 
     # .. buffers that depend on data
 

@@ -198,6 +198,13 @@ DELAYS_WEIGHT_GRADIENTS = Fact(
     {"cuda": RELEASES},
 )
 
+KEEPS_COPIES_FOR_DERIVATIVES = Fact(
+    "keeps_copies_for_derivatives",
+    "A copy in half precision of an argument that all pieces of a loop read is kept for the loop "
+    "of the derivative, which reads the same copy, so we put a barrier on the argument there.",
+    {"tpu": RELEASES},
+)
+
 FUSES_SUMS_INTO_READERS = Fact(
     "fuses_sums_into_readers",
     "A sum of many arrays is computed again in each block that reads it, so that all its terms "

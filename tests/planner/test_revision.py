@@ -13,7 +13,7 @@ from shapes import struct
 
 import remat_kit
 from remat_kit import _jax
-from remat_kit._planner.revision import PIECES_REVISION, REVISION
+from remat_kit._planner.revision import PIECES_REVISIONS, REVISION
 
 # The programs are frozen: they are not those of `models/`, which may change for other reasons.
 
@@ -204,7 +204,7 @@ def test_the_answers_of_this_revision(program, chip):
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("program", IN_PIECES)
 def test_the_answers_with_pieces(program, chip):
-    revision = f"revision {PIECES_REVISION} of plans with pieces"
+    revision = f"revision {PIECES_REVISIONS[CHIPS[chip].platform]} of plans with pieces"
     same(frontier(program, chip, pieces=True), RECORDED_IN_PIECES[program, chip], revision)
 
 

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 import remat_kit
 from remat_kit import _jax
 from remat_kit._apply import run_schedule
-from remat_kit._backend import rewrites
+from remat_kit._backend import barriers, rewrites
 from remat_kit._chip.compile import compile_program
 from remat_kit._policy import schedule as _schedule
 from remat_kit._program import program as _program
@@ -431,6 +431,23 @@ def delays_weight_gradients(platform):
     args = [layer] * 8, struct(256, 512)
     without = run_schedule, "without_delay_equations", lambda eqn: [eqn]
     return compared(planned(stack, args, lines), args, platform, without)
+
+
+def keeps_copies_for_derivatives(platform):
+    """The channels of a convolution are in pieces, each of which reads all images."""
+
+    def loss(kernels, images):
+        dims = ("NHWC", "HWIO", "NHWC")
+        x = jax.lax.conv_general_dilated(
+            *(images, kernels[0], (4, 4), "SAME"), dimension_numbers=dims
+        )
+        return jnp.sum(jnp.exp(convolution(jnp.tanh(x), kernels[1])))
+
+    def lines(names):
+        return ["0:2 pieces 4 of 0.0 axis 3", f"0:{len(names) - 1} plain"]
+
+    args = [struct(11, 11, 3, 64), struct(3, 3, 64, 64)], struct(128, 224, 224, 3)
+    return compared(planned(loss, args, lines), args, platform, (barriers, "again", NO_BARRIER))
 
 
 def fuses_sums_into_readers(platform):
