@@ -188,12 +188,11 @@ def copied_again(gate: Any, arguments: dict[Any, Any]) -> dict[Any, Any]:
     of the derivative would read the same copy, which would be live in between: 392 MiB of the 1,281
     that the least plan of AlexNet then needs (1024 images, v5e, jax 0.12). What the program
     computes itself is stored only in the precision in which it is read, so there is no barrier on
-    that, which would keep it in float32. Nor is there one on an argument that is cut: with it, the
-    least plan of VGG-16 needs 999 MiB in place of 982.
+    that, which would keep it in float32.
 
     Args:
         gate: a value that is there when the loop of the derivative begins.
-        arguments: the arguments that each piece reads as a whole.
+        arguments: the arguments of the program that the loop reads.
 
     Returns:
         The values to use instead.
