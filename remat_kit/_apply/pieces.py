@@ -390,7 +390,7 @@ class PieceLoop:
         return _jax.linear_map(evaluate, transpose, primals, tangents)
 
     def _copied_again(self, near: Any, xs: Sequence[Any]) -> list[Any]:
-        """Return the inputs for the loop of the derivative, the program's arguments behind a barrier."""
+        """Return the inputs of the derivative's loop, with a barrier on the program's arguments."""
         held = {i: xs[i] for i, (v, _) in enumerate(self.inputs) if v in self.arguments}
         found = {} if near is None else _barriers.copied_again(near, held)
         return [found.get(i, x) for i, x in enumerate(xs)]
