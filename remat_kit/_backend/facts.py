@@ -133,6 +133,13 @@ SUMS_GRADIENTS_APART = Fact(
     {"cpu": RELEASES, "cuda": RELEASES},
 )
 
+SUMS_KERNEL_GRADIENTS_APART = Fact(
+    "sums_kernel_gradients_apart",
+    "A loop adds up the gradient of a convolution's kernel in the order of axes in which it is "
+    "computed, so the sum takes memory beside that of the result, which has another order.",
+    {"cuda": RELEASES},
+)
+
 MAKES_ZEROS_FIRST = Fact(
     "makes_zeros_first",
     "The zeros in which a scan accumulates gradients depend on nothing, and are allocated before "

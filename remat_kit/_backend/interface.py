@@ -90,6 +90,14 @@ class Backend:
         """Whether gradients are summed over devices beside the memory of the results."""
         return self.has(_facts.SUMS_GRADIENTS_APART)
 
+    def summed_apart(self, eqn: Any, position: int) -> bool:
+        """Return whether a loop adds up the gradient of an operand beside the memory of the result.
+
+        ``position`` is the place of the operand among those of the equation.
+        """
+        is_kernel = primitive_name(eqn) == "conv_general_dilated" and position == 1
+        return is_kernel and self.has(_facts.SUMS_KERNEL_GRADIENTS_APART)
+
     @property
     def has_one_memory(self) -> bool:
         """Whether the host's memory is the memory of the device."""

@@ -295,6 +295,24 @@ def sums_gradients_apart(platform):
     return Answer(memory.temp_bytes > 0.9 * memory.output_bytes, figures)
 
 
+def sums_kernel_gradients_apart(platform):
+    """Two convolutions of small images, in eight pieces of one image."""
+
+    def loss(kernels, x):
+        for kernel in kernels:
+            x = jnp.tanh(convolution(x, kernel))
+        return jnp.sum(x)
+
+    def lines(names):
+        return [f"0:{len(names) - 1} pieces 8 of 0.0 axis 0", "0:2 plain"]
+
+    args = [struct(3, 3, 512, 512)] * 2, struct(8, 8, 8, 512)
+    found = temporaries(jax.grad(planned(loss, args, lines)()), *args, platform=platform)
+    kernels = 2 * 4 * 9 * 512**2
+    figures = f"{found / 2**20:.4g} MiB for kernels of {kernels / 2**20:.4g}"
+    return Answer(found > 1.2 * kernels, figures)
+
+
 def makes_zeros_first(platform):
     args = struct(16, 1024, 1024), struct(16, 1024, 1024), struct(256, 1024)
     loss = lambda a, b, x: jnp.sum(scanned(b, scanned(a, x)))  # noqa: E731

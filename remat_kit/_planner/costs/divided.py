@@ -28,6 +28,7 @@ import jax.extend.core as jec
 
 from remat_kit._apply.divide import Divided
 from remat_kit._apply.pieces import PieceLoop
+from remat_kit._backend.interface import Backend
 from remat_kit._planner.costs import build as _build
 from remat_kit._planner.costs.build import LinkedChip, PieceCost
 from remat_kit._planner.costs.graph import CostGraph, Partition
@@ -265,23 +266,15 @@ def cost_of(
     forward.forward(plain, frozenset())
     # The loop of the derivative computes again what the derivative of a piece needs.
     again = Simulation(graph, math.inf).run((Segment(0, len(graph.equations)),))
-    own = [v.aval for v, _ in loop.inputs]
-    if given is not None:
-        own = [v.aval.update(shape=given.values[v].shape) for v, _ in loop.inputs]
-    summed = [
-        (i + len(program.consts), _ops.nbytes(aval))
-        for i, (aval, (_, how), is_active) in enumerate(zip(own, loop.inputs, active, strict=True))
-        if is_active and how is None
-    ]
-    added = sum(size for _, size in summed)
     # Gradients that are added up as a whole, although a device has a part of them in the end.
-    whole = {} if partition is None else partition.gradients
-    more = sum(whole[i] - size for i, size in summed if i in whole)
+    first = len(program.consts)
+    whole = {} if partition is None else {i - first: n for i, n in partition.gradients.items()}
+    added, beside = _sums(loop, active, Backend(chip.platform), given, whole)
     # A gradient that all pieces contribute to is read, added to, and written for each piece.
-    adding = 3 * (added + more) / chip.bandwidth_bytes_per_second
+    adding = 3 * added / chip.bandwidth_bytes_per_second
     return PieceCost(
         forward_bytes=forward.peak,
-        backward_bytes=Simulation(graph, math.inf).run(plain).peak_bytes + more,
+        backward_bytes=Simulation(graph, math.inf).run(plain).peak_bytes + beside,
         flops=count * graph.forward_flops,
         seconds=count * graph.forward_seconds,
         again_flops=count * again.extra_flops,
@@ -289,3 +282,39 @@ def cost_of(
         backward_flops=count * sum(e.backward_flops for e in graph.equations),
         backward_seconds=count * (graph.backward_seconds + adding),
     )
+
+
+def _sums(
+    loop: PieceLoop,
+    active: Sequence[bool],
+    backend: Backend,
+    given: ShardsOfValues | None,
+    whole: Mapping[int, int],
+) -> tuple[int, int]:
+    """Return the bytes of the gradients that are added up over the pieces.
+
+    Args:
+        loop, active, given: as for `cost_of`.
+        backend: the compiler.
+        whole: the bytes of the sums that are larger than a device's part of the gradient, by input.
+
+    Returns:
+        the bytes of all sums, and those that do not lie in the memory of the gradients.
+    """
+    eqns = [loop.split.program.eqns[i] for i in loop.split.ways]
+    apart = {
+        v
+        for eqn in eqns
+        for position, v in enumerate(eqn.invars)
+        if backend.summed_apart(eqn, position) and not isinstance(v, jec.Literal)
+    }
+    added = beside = 0
+    for i, ((v, how), is_active) in enumerate(zip(loop.inputs, active, strict=True)):
+        if how is not None or not is_active:
+            continue
+        aval = v.aval if given is None else v.aval.update(shape=given.values[v].shape)
+        result = _ops.nbytes(aval)
+        size = whole.get(i, result)
+        added += size
+        beside += size if v in apart else size - result
+    return added, beside

@@ -284,17 +284,34 @@ class CostGraph:
             if tensor.gradient_bytes and tensor.users:
                 begins.setdefault(tensor.gradient_bytes, []).append(tensor.users[-1])
         for size, places in begins.items():
-            for place in places if self.stacked else self._reusing(size, places):
-                out[place] += size
+            for place, left in self._reusing(size, places):
+                out[place] += size - left
+                out[-1] += left
         return tuple(reversed(list(itertools.accumulate(reversed(out)))))
 
-    def _reusing(self, size: int, begins: Sequence[int]) -> list[int]:
-        """Return the first equations after some others whose arrays nearly have a size, or -1."""
+    def _reusing(self, size: int, begins: Sequence[int]) -> list[tuple[int, int]]:
+        """Return which arrays use the reserved memory of gradients of some size.
+
+        Args:
+            size: the bytes of each gradient.
+            begins: the equation at which the backward pass computes each of them.
+
+        Returns:
+            for each gradient, the equation that makes such an array, behind which the memory is in
+            use, or -1; and the bytes that the array leaves over. Those are counted in a program
+            with segments in pieces alone. In others, which keep more and larger arrays, predictions
+            are as good without them.
+        """
+        if self.stacked:
+            return [(begin, 0) for begin in begins]
         if not self.reuses:
-            return [-1] * len(begins)
+            return [(-1, 0)] * len(begins)
         made, sizes = self._written
-        fitting = made[(sizes >= size // 2) & (sizes <= size)]
-        return np.append(fitting, -1)[np.searchsorted(fitting, begins, side="right")].tolist()
+        fitting = (sizes >= size // 2) & (sizes <= size)
+        made, sizes = np.append(made[fitting], -1), np.append(sizes[fitting], size)
+        found = np.searchsorted(made[:-1], begins, side="right")
+        left = size - sizes[found] if self.divided is not None else np.zeros_like(found)
+        return list(zip(made[found].tolist(), left.tolist(), strict=True))
 
     @functools.cached_property
     def _written(self) -> tuple[np.ndarray, np.ndarray]:
