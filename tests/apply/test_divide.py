@@ -172,3 +172,36 @@ def test_a_plan_of_another_program_is_refused():
         jax.grad(policy(plan)(lambda w, x: jnp.sin(blocks(w, x))))(*args)
     with pytest.raises(PolicyError, match="other shapes"):
         jax.grad(policy(plan)(blocks))(args[0], args[1][:, :8])
+
+
+def products(weights: Any, x: Any) -> Any:
+    for up, down in weights:
+        x = jnp.tanh(x @ up) @ down
+    return jnp.sum(x)
+
+
+def test_a_tpu_copies_arguments_again_for_the_derivative():
+    """A barrier is on the arguments of the program, and not on what the program computes."""
+    weights = [(jax.random.normal(KEYS[0], (6, 8)), jax.random.normal(KEYS[1], (8, 6)))] * 3
+    x = jax.random.normal(KEYS[2], (10, 6))
+    program = flat_program(jax.make_jaxpr(products)(weights, x))
+    found = [Division(i, i + 3, 5, (i, 0), 0) for i in (0, 3, 6)]
+    loops = list(divided(program, found).loops.values())
+    assert len(set(loops)) == 2  # the first reads an argument where the others read activations
+    inputs = set(program.invars)
+    assert [sum(v in loop.arguments for v, _ in loop.inputs) for loop in loops] == [3, 2, 2]
+    assert all(loop.arguments <= inputs for loop in loops[:1])
+    lean = policy(plan_of(products, (weights, x), found))(products)
+    gradient = jax.value_and_grad(lean, (0, 1))
+    for platform, wanted in (("cpu", 0), ("cuda", 0), ("tpu", 3)):
+        lowered = jax.jit(gradient).trace(weights, x).lower(lowering_platforms=(platform,))
+        barriers = [s for s in lowered.as_text().splitlines() if "optimization_barrier" in s]
+        tied = [s for s in barriers if "tensor<i1>" in s]
+        assert len(tied) == wanted, platform
+        assert not any("tensor<10x6xf32>" in s for s in tied[:2])
+    close(jax.value_and_grad(products, (0, 1))(weights, x), gradient(weights, x))
+    for mode in (jax.jacfwd, jax.jacrev):
+        of_products, of_lean = (mode(jax.grad(fn, 1), 1)(weights, x) for fn in (products, lean))
+        close(of_products, of_lean)
+    mapped = jax.vmap(jax.grad(lean, 1), in_axes=(None, 0))
+    close(mapped(weights, jnp.stack([x, 2 * x]))[0], jax.grad(products, 1)(weights, x))

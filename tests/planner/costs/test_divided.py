@@ -22,6 +22,7 @@ from remat_kit import (
     target,
 )
 from remat_kit._apply.divide import divided
+from remat_kit._backend.interface import Backend
 from remat_kit._planner.costs import build, simulate
 from remat_kit._planner.costs import divided as _divided
 from remat_kit._policy import schedule as _schedule
@@ -159,6 +160,29 @@ def test_the_convolutions_of_a_piece_fill_tiles_on_tpus(images, channels, times)
     piece = images // 2 * 64 * 64 * channels * 4
     assert gpu.working_bytes >= 2 * piece
     assert tpu.working_bytes == pytest.approx(times * gpu.working_bytes, rel=0.01)
+
+
+def test_a_gpu_adds_up_the_gradients_of_kernels_beside_the_results(monkeypatch):
+    def chain(kernels, x):
+        for kernel in kernels:
+            numbers = "NHWC", "HWIO", "NHWC"
+            x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+        return jnp.sum(x**2)
+
+    def loop(chip):
+        args = [struct((3, 3, 32, 32))] * 2, struct((8, 16, 16, 32))
+        whole = build.trace(chain, args, target(chip))
+        found = divided(whole.program, [Division(0, 2, 2, (0, 0), 0)])
+        return loop_of(_divided.graph_of(whole, found, target(chip)))
+
+    chips = "h100", "tpu-v5e", "cpu"
+    found = [loop(chip) for chip in chips]
+    monkeypatch.setattr(Backend, "summed_apart", lambda *_: False)
+    without = [loop(chip) for chip in chips]
+    more = [a.working_bytes - b.working_bytes for a, b in zip(found, without, strict=True)]
+    assert more == [2 * 9 * 32 * 32 * 4, 0, 0]
+    # Each sum is read and written once for each piece, wherever it lies.
+    assert [e.backward_seconds for e in found] == [e.backward_seconds for e in without]
 
 
 def test_pieces_of_the_last_axis_are_not_proposed_for_a_softmax():

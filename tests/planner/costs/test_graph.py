@@ -1,11 +1,14 @@
 """The graph of costs: its tensors, what derivatives need of them, and its standing memory."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from planner_graphs import traced
 from shapes import struct
 
+from remat_kit._apply.divide import divided
 from remat_kit._chip.target import target
 from remat_kit._inspect import residuals as _residuals
 from remat_kit._planner.costs import build as _build
@@ -77,6 +80,15 @@ def test_memory_that_nothing_can_use_is_set_apart_for_gradients():
     assert set(gradients_of(1)) == {3 * 1024}
     # A TPU's compiler puts nothing there.
     assert set(gradients_of(12, "tpu-v5e")) == {3 * 1024}
+
+
+def test_what_an_array_leaves_over_counts_in_a_program_in_pieces():
+    loss, (ws, _) = chain(3)
+    graph = _build.trace(loss, (ws, struct(12, 16)), target("cpu"))
+    in_pieces = dataclasses.replace(graph, divided=divided(graph.program, []))
+    whole, found = graph.standing_bytes, in_pieces.standing_bytes
+    assert (whole[-1], found[-1]) == (0, 3 * 256)  # 768 of 1,024 bytes are in use
+    assert [found[i] for i in (0, 2, 4)] == [3 * 1024, 2 * 1024 + 256, 1024 + 2 * 256]
 
 
 def test_gradients_of_an_iteration_are_no_results_yet():
