@@ -4,7 +4,7 @@ The facts are those of `remat_kit/_backend/facts.py`, and the programs that show
 `tests/probes/probes.py`. The answers of one run are added to those in the file of ``--json``, so
 that a run with each release of JAX makes a table of facts and releases. The compilers for CUDA and
 for TPUs may be in two environments with the same release: ``--compilers`` names those to ask, and
-the answers of the others stay.
+the answers of the others stay. ``--facts`` asks about some facts alone, for example new ones.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from remat_kit._backend.facts import facts
 from remat_kit._chip.target import target
 
 
-def answers(platforms: list[str]) -> dict[str, dict[str, str]]:
+def answers(platforms: list[str], names: list[str]) -> dict[str, dict[str, str]]:
     """Compile the probe of each fact for the compilers to which it applies, and return its answer.
 
-    >>> answers([])["rounds_products"]
-    {}
+    >>> answers([], ["rounds_products", "reuses_results"])
+    {'rounds_products': {}, 'reuses_results': {}}
     """
     found: dict[str, dict[str, str]] = {}
     for fact in facts():
+        if fact.name not in names:
+            continue
         found[fact.name] = {}
         for platform in fact.backends:
             if platform in platforms:
@@ -49,15 +51,17 @@ def answers(platforms: list[str]) -> dict[str, dict[str, str]]:
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Return a run's answers and versions, and those of an earlier run for other compilers.
 
-    >>> old = {"on": {"jax": "1", "libtpu": "2"}, "answers": {"a": {"cpu": "no", "tpu": "yes"}}}
+    >>> both = {"cpu": "no", "tpu": "yes"}
+    >>> old = {"on": {"jax": "1", "libtpu": "2"}, "answers": {"a": both, "c": {"cpu": "no"}}}
     >>> new = {"on": {"jax": "1"}, "answers": {"a": {"cpu": "yes"}, "b": {"cpu": "yes"}}}
     >>> merged(old, new)["answers"]
-    {'a': {'cpu': 'yes', 'tpu': 'yes'}, 'b': {'cpu': 'yes'}}
+    {'a': {'cpu': 'yes', 'tpu': 'yes'}, 'c': {'cpu': 'no'}, 'b': {'cpu': 'yes'}}
     >>> merged(old, new)["on"]
     {'jax': '1', 'libtpu': '2'}
     """
     before = old.get("answers", {})
-    answers = {name: {**before.get(name, {}), **found} for name, found in new["answers"].items()}
+    asked = {name: {**before.get(name, {}), **found} for name, found in new["answers"].items()}
+    answers = {**before, **asked}
     return {**new, "on": {**old.get("on", {}), **new["on"]}, "answers": answers}
 
 
@@ -90,6 +94,8 @@ def main() -> None:
     parser.add_argument(
         "--compilers", nargs="+", choices=list(probes.CHIPS), default=list(probes.CHIPS)
     )
+    names = [fact.name for fact in facts()]
+    parser.add_argument("--facts", nargs="+", choices=names, default=names, metavar="NAME")
     options = parser.parse_args()
     compilers = ["cpu"] if options.smoke else options.compilers
     plugins = [p for c, names in _PLUGINS.items() if c in compilers for p in names]
@@ -97,7 +103,7 @@ def main() -> None:
     run = {
         "date": datetime.date.today().isoformat(),
         "on": {p: importlib.metadata.version(p) for p in packages},
-        "answers": answers(compilers),
+        "answers": answers(compilers, options.facts),
     }
     path: pathlib.Path | None = options.json
     runs = json.loads(path.read_text()) if path and path.exists() else {}
