@@ -49,7 +49,7 @@ def answers(platforms: list[str], names: list[str]) -> dict[str, dict[str, str]]
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's answers and versions, and those of an earlier run for other compilers.
+    """Return a run's answers and versions, and those of an earlier run for what was not asked now.
 
     >>> both = {"cpu": "no", "tpu": "yes"}
     >>> old = {"on": {"jax": "1", "libtpu": "2"}, "answers": {"a": both, "c": {"cpu": "no"}}}
@@ -108,7 +108,10 @@ def main() -> None:
     path: pathlib.Path | None = options.json
     runs = json.loads(path.read_text()) if path and path.exists() else {}
     release = importlib.metadata.version("jax")
-    runs = dict(sorted({**runs, release: merged(runs.get(release, {}), run)}.items()))
+    old = runs.get(release, {})
+    if options.facts != names:  # most answers are those of the earlier run, and so is its date
+        run["date"] = old.get("date", run["date"])
+    runs = dict(sorted({**runs, release: merged(old, run)}.items()))
     if path:
         path.write_text(json.dumps(runs, indent=1) + "\n")
         path.with_suffix(".md").write_text(rendered(runs))

@@ -88,6 +88,7 @@ class _Dividing:
     def __init__(self, call: str, arguments: frozenset[Any]):
         self.call = call
         self.arguments = arguments
+        self.splits: dict[Any, Split | Blocked] = {}
         self.known: dict[Any, tuple[Program, PieceLoop, Any]] = {}
 
     def divided(self, program: Program, divisions: tuple[Division, ...]) -> Divided:
@@ -136,16 +137,21 @@ class _Dividing:
         d = division
         prefix, part = relative(segment_of(program, d.start, d.stop))
         place = d.of[0] - d.start, d.of[1]
-        given = tuple(i for i, v in enumerate(part.invars) if v in self.arguments)
-        key = structure_of(part), given, place, d.axis, d.pieces
-        known = self.known.get(key)
+        key = structure_of(part), place, d.axis, d.pieces
+        split = self.splits.get(key)
+        if split is None:
+            split = self.splits[key] = split_of(part, place, d.axis)
+        if isinstance(split, Blocked):
+            raise self.fault(d, str(split))
+        # The split has the variables of the first of the equal segments.
+        at = {v: i for i, v in enumerate(split.program.invars)}
+        read = {at[v] for v, _ in (*((v, None) for v in split.whole), *split.cut) if v in at}
+        given = frozenset(i for i in read if part.invars[i] in self.arguments)
+        known = self.known.get((key, given))
         if known is None:
-            split = split_of(part, place, d.axis)
-            if isinstance(split, Blocked):
-                raise self.fault(d, str(split))
-            arguments = frozenset(part.invars[i] for i in given)
+            arguments = frozenset(split.program.invars[i] for i in given)
             loop = PieceLoop(split, -(-split.n // min(d.pieces, split.n)), arguments)
-            known = self.known[key] = part, loop, _equation(loop)
+            known = self.known[key, given] = split.program, loop, _equation(loop)
         first, loop, eqn = known
         same = dict(zip(first.invars, part.invars, strict=True))
         for a, b in zip(first.eqns, part.eqns, strict=True):

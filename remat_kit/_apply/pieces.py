@@ -160,7 +160,8 @@ class PieceLoop:
     Attributes:
         split: how the equations run in pieces.
         size: the number of entries of a piece.
-        arguments: the inputs that are known to be arguments of the whole program.
+        arguments: the inputs that are arguments of the function that a plan decorates. A loop of
+            the policy `pieces`, or in the body of a scan, has none.
     """
 
     split: Split
@@ -390,7 +391,7 @@ class PieceLoop:
         return _jax.linear_map(evaluate, transpose, primals, tangents)
 
     def _copied_again(self, near: Any, xs: Sequence[Any]) -> list[Any]:
-        """Return the inputs of the derivative's loop, with a barrier on the program's arguments."""
+        """Return the inputs of the derivative's loop, with a barrier on the arguments."""
         held = {i: xs[i] for i, (v, _) in enumerate(self.inputs) if v in self.arguments}
         found = {} if near is None else _barriers.copied_again(near, held)
         return [found.get(i, x) for i, x in enumerate(xs)]

@@ -181,18 +181,19 @@ def computed_once(values: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def copied_again(gate: Any, arguments: dict[Any, Any]) -> dict[Any, Any]:
-    """Make the derivative of a loop over pieces copy arguments of the program again.
+    """Make the derivative of a loop over pieces copy arguments again.
 
     Where every piece reads a whole argument, such as the images if the channels of a convolution
     are cut into pieces, XLA's TPU compiler copies it to bfloat16 before the first piece. The loop
     of the derivative would read the same copy, which would be live in between: 392 MiB of the 1,281
     that the least plan of AlexNet then needs (1024 images, v5e, jax 0.12). What the program
-    computes itself is stored only in the precision in which it is read, so there is no barrier on
-    that, which would keep it in float32.
+    computes itself is stored only in the precision in which it is read. A barrier would keep it in
+    float32, so there is none. The arguments are those of the function that a plan decorates. If a
+    larger program computes them, the barrier saves nothing.
 
     Args:
         gate: a value that is there when the loop of the derivative begins.
-        arguments: the arguments of the program that the loop reads.
+        arguments: the arguments that the loop reads.
 
     Returns:
         The values to use instead.

@@ -299,7 +299,8 @@ def _sums(
         whole: the bytes of the sums that are larger than a device's part of the gradient, by input.
 
     Returns:
-        the bytes of all sums, and those that do not lie in the memory of the gradients.
+        the bytes of all sums, and those that do not lie in the memory of the gradients. If the
+        program computes a kernel itself, its gradient is no result, and the sum is that gradient.
     """
     eqns = [loop.split.program.eqns[i] for i in loop.split.ways]
     apart = {
@@ -316,5 +317,5 @@ def _sums(
         result = _ops.nbytes(aval)
         size = whole.get(i, result)
         added += size
-        beside += size if v in apart else size - result
+        beside += size if v in apart and v in loop.arguments else size - result
     return added, beside

@@ -289,6 +289,7 @@ class _SegmentSearch:
         self.chip = chip
         self.loop = loop
         self.program = graph.program
+        self.arguments = frozenset[Any]() if loop else frozenset(graph.program.invars)
         self.options: list[Option] = []
         self.blocked = set[int]()  # arrays that cannot be divided
         self.sizes = [_size(_aval(graph, t.index), t.shape) for t in graph.tensors]
@@ -410,7 +411,8 @@ class _SegmentSearch:
         inside = place[0] - start, place[1]
         active = self.active(start, stop)
         shards = [self.shards.get(v) for v in (*part.invars, *_made(part))]
-        key = structure_of(part), inside, tuple(sorted(active)), tuple(shards)
+        given = tuple(v in self.arguments for v in part.invars)
+        key = structure_of(part), inside, tuple(sorted(active)), given, tuple(shards)
         if key not in self.known:
             self.known[key] = tuple(self.costs(part, inside, active))
         return tuple(
@@ -454,7 +456,7 @@ class _SegmentSearch:
             mask = self.mask(split, number, active)
             pieces, least = 2, None
             while pieces <= min(split.n, _MOST_PIECES):
-                loop = PieceLoop(split, -(-split.n // pieces))
+                loop = PieceLoop(split, -(-split.n // pieces), self.arguments)
                 cost = _divided.cost_of(loop, mask(loop), self.chip, self.of_values)
                 if least is not None and cost.backward_bytes > 0.95 * least:
                     break

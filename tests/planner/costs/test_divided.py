@@ -169,18 +169,23 @@ def test_a_gpu_adds_up_the_gradients_of_kernels_beside_the_results(monkeypatch):
             x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
         return jnp.sum(x**2)
 
-    def loop(chip):
+    def computed(kernels, x):
+        return chain([jnp.sin(kernel) for kernel in kernels], x)
+
+    def loop(chip, fn=chain):
         args = [struct((3, 3, 32, 32))] * 2, struct((8, 16, 16, 32))
-        whole = build.trace(chain, args, target(chip))
-        found = divided(whole.program, [Division(0, 2, 2, (0, 0), 0)])
+        whole = build.trace(fn, args, target(chip))
+        first = next(e.index for e in whole.equations if e.primitive == "conv_general_dilated")
+        found = divided(whole.program, [Division(first, first + 2, 2, (first, 0), 0)])
         return loop_of(_divided.graph_of(whole, found, target(chip)))
 
     chips = "h100", "tpu-v5e", "cpu"
-    found = [loop(chip) for chip in chips]
+    found = [*(loop(chip) for chip in chips), loop("h100", computed)]
     monkeypatch.setattr(Backend, "summed_apart", lambda *_: False)
-    without = [loop(chip) for chip in chips]
+    without = [*(loop(chip) for chip in chips), loop("h100", computed)]
     more = [a.working_bytes - b.working_bytes for a, b in zip(found, without, strict=True)]
-    assert more == [2 * 9 * 32 * 32 * 4, 0, 0]
+    # The gradient of a kernel that the program computes is no result.
+    assert more == [2 * 9 * 32 * 32 * 4, 0, 0, 0]
     # Each sum is read and written once for each piece, wherever it lies.
     assert [e.backward_seconds for e in found] == [e.backward_seconds for e in without]
 
