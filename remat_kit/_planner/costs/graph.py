@@ -299,8 +299,8 @@ class CostGraph:
         Returns:
             for each gradient, the first later equation that makes an array of nearly its size, or
             -1 without one; and the bytes that this array leaves unused. They count only in a
-            program with segments in pieces. Predictions of other plans are within a few percent
-            without them (`benchmarks/results/planner_CHIP.md`).
+            program with segments in pieces. Counting them in all programs would change the plans
+            without pieces as well, and was not tried.
         """
         if self.stacked:
             return [(begin, 0) for begin in begins]

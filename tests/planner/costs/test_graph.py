@@ -82,7 +82,7 @@ def test_memory_that_nothing_can_use_is_set_apart_for_gradients():
     assert set(gradients_of(12, "tpu-v5e")) == {3 * 1024}
 
 
-def test_what_an_array_leaves_over_counts_in_a_program_in_pieces():
+def test_what_an_array_leaves_unused_counts_in_a_program_in_pieces():
     loss, (ws, _) = chain(3)
     graph = _build.trace(loss, (ws, struct(12, 16)), target("cpu"))
     in_pieces = dataclasses.replace(graph, divided=divided(graph.program, []))
