@@ -17,6 +17,6 @@ REVISION = 3
 # Since 2, random bits are drawn in pieces. Since 3, the buffers of a loop over pieces depend on its
 # inputs in half precision. Since 4, the plans without pieces are searched as if no others existed.
 # Since 5, XLA's TPU compiler copies arguments again for the loop of the derivative. On CPUs and
-# GPUs, predictions count what an array leaves unused of the memory of a result, and on GPUs also the
-# sums of the gradients of kernels.
+# GPUs, predictions count what an array leaves unused of the memory of a result, and on GPUs also
+# the sums of the gradients of kernels.
 PIECES_REVISIONS = {"cpu": 5, "cuda": 5, "tpu": 5}
