@@ -720,6 +720,26 @@ def open_axes(env: Any) -> Iterator[None]:
         core.trace_ctx.set_axis_env(before)
 
 
+# -- rules for `vmap` ---------------------------------------------------------------------------
+# JAX calls the batching rule of a primitive that is told the axis even where no input is mapped.
+# Seen on 0.10.2, 0.12.
+
+
+def _same_along(axis_data: Any, dims: Sequence[Any], effects: Any = ()) -> bool:
+    """Tell whether an equation computes the same along an axis that is mapped.
+
+    Its results must not be mapped then. ``jax.jacfwd`` maps the tangents of a function and relies
+    on it that the value of the function, which may be computed by one of our equations, is not.
+
+    Args:
+        axis_data: the axis, as batching rules get it.
+        dims: for each input the axis of the array that is mapped, or None.
+        effects: the effects of the program that the equation runs, which tell whether it contains
+            a collective operation over the axis.
+    """
+    return all(d is None for d in dims) and core.NamedAxisEffect(axis_data.name) not in effects
+
+
 # -- linear programs that can only be transposed ------------------------------------------------
 # The derivative of a `custom_vjp` function is the equation `custom_lin`, which has a rule for
 # transposition and no other: JAX batches a `custom_vjp` function before it differentiates it. A
@@ -766,6 +786,9 @@ def _transposable_impl(*_: Any, **__: Any) -> Any:
 
 
 def _transposable_batch(axis_data: Any, args: Any, dims: Any, **params: Any) -> Any:
+    if _same_along(axis_data, dims, params["linear"].effects):
+        outs = _transposable_p.bind(*args, **params)
+        return outs, [None] * len(outs)
     moved = [
         x if d is None else batching.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)
     ]
@@ -951,6 +974,12 @@ def _linear_map_transpose(
 def _linear_map_batch(
     axis_data: Any, args: Any, dims: Any, evaluate: Any, transpose: Any, residuals: int
 ) -> Any:
+    if _same_along(axis_data, dims, evaluate.effects):
+        outs = _linear_map_p.bind(
+            *args, evaluate=evaluate, transpose=transpose, residuals=residuals
+        )
+        return outs, [None] * len(outs)
+
     def moved(x: Any, d: Any, linear: bool) -> Any:
         if d is not None:
             return batching.moveaxis(x, d, 0)
@@ -1020,7 +1049,8 @@ def _undefined_impl(*_: Any, error: Exception, **__: Any) -> Any:
 
 
 def _undefined_batch(axis_data: Any, args: Any, dims: Any, *, avals: Any, error: Any) -> Any:
-    del dims
+    if _same_along(axis_data, dims):
+        return undefined_tangents(args, avals, error), [None] * len(avals)
     mesh_axis = axis_data.explicit_mesh_axis
     mapped = [core.unmapped_aval(axis_data.size, 0, a, mesh_axis) for a in avals]
     return undefined_tangents(args, mapped, error), [0] * len(avals)

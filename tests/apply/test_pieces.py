@@ -153,6 +153,9 @@ _ORDERS: list[Any] = [
     lambda f, w, v: jax.vmap(jax.grad(f))(jnp.stack([w, 2 * w])),
     lambda f, w, v: jax.grad(lambda w: jax.vmap(f)(jnp.stack([w, 2 * w])).sum())(w),
     lambda f, w, v: jax.jacfwd(jax.grad(f))(w),
+    lambda f, w, v: jax.vmap(
+        lambda a: jax.jvp(lambda w: jax.jvp(f, (w,), (v,)), (w,), (a,)), out_axes=(None, 0)
+    )(jnp.stack([v, w])),
     lambda f, w, v: jax.linearize(f, w)[1](v),
     lambda f, w, v: jax.grad(jax.checkpoint(f))(w),
     lambda f, w, v: jax.grad(jax.jit(f))(w),

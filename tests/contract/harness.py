@@ -101,6 +101,15 @@ def _linearized(fn: Fn, loss: Fn, x: Any, w: Any, rest: Any) -> Any:
     return ys, linear(x), linear(w)
 
 
+def _slopes(fn: Fn, loss: Fn, x: Any, w: Any, rest: Any) -> Any:
+    """Several tangents at once, as `jax.jacfwd` has them: the value must not be mapped."""
+
+    def along(dx: Any) -> Any:
+        return jax.jvp(lambda x: fn(x, w, rest)["ys"], (x,), (dx,))
+
+    return jax.vmap(along, out_axes=(None, 0))(jnp.stack([jnp.cos(w), jnp.sin(x)]))
+
+
 def _unrelated_jvp(fn: Fn, loss: Fn, x: Any, w: Any, rest: Any) -> Any:
     """The program's arguments have no tangent."""
     return jax.jvp(lambda t: (t * 2, fn(x, w, rest)["ys"]), (1.0,), (1.0,))
@@ -129,6 +138,18 @@ def _gradient_of_jvp(fn: Fn, loss: Fn, x: Any, w: Any, rest: Any) -> Any:
         return jnp.real(out)
 
     return jax.grad(slope)(w)
+
+
+def _jvp_of_slopes(fn: Fn, loss: Fn, x: Any, w: Any, rest: Any) -> Any:
+    return jax.jvp(lambda w: _slopes(fn, loss, x, w, rest), (w,), (jnp.cos(x),))
+
+
+def _gradient_of_slopes(fn: Fn, loss: Fn, x: Any, w: Any, rest: Any) -> Any:
+    def total(x: Any, w: Any) -> Any:
+        made = jax.tree.leaves(_slopes(fn, loss, x, w, rest))
+        return sum(jnp.sum(jnp.real(jnp.sin(y))) for y in made)
+
+    return jax.grad(total, (0, 1))(x, w)
 
 
 def _accumulated(fn: Fn, loss: Fn, x: Any, w: Any, rest: Any) -> Any:
@@ -172,13 +193,23 @@ TRANSFORMS: dict[str, tuple[str, Callable[..., Any]]] = {
     "jvp": ("jvp", _jvp),
     "jvp of one": ("jvp", _jvp_of_one),
     "linearized": ("jvp", _linearized),
+    "slopes": ("jvp", _slopes),
     "unrelated jvp": ("value", _unrelated_jvp),
     "gradient of gradient": ("gradient", _gradient_of_gradient),
     "mixed": ("gradient", _mixed),
     "jvp of gradient": ("gradient", _jvp_of_gradient),
     "gradient of jvp": ("second", _gradient_of_jvp),
+    "jvp of slopes": ("jvp", _jvp_of_slopes),
+    "gradient of slopes": ("second", _gradient_of_slopes),
 }
-SECOND_ORDER = ("gradient of gradient", "mixed", "jvp of gradient", "gradient of jvp")
+SECOND_ORDER = (
+    "gradient of gradient",
+    "mixed",
+    "jvp of gradient",
+    "gradient of jvp",
+    "jvp of slopes",
+    "gradient of slopes",
+)
 MODES = ("traced", "vmap", "eager", "jit")
 
 

@@ -1030,15 +1030,26 @@ def _vjp_tree(context, op, a, b):
 
 @op(REVERSE, BODY)
 def _vjp_body(context, op, a, b):
-    """The forward pass keeps the pullback of an inner program."""
-    inner = context.body(op)
+    """The forward pass keeps the pullback of an inner program.
+
+    What the program reads is an argument: JAX calls the rules of a function that is closed over a
+    traced value after the value is gone.
+    """
+    traced = {name: context.rest[name] for name in ("n", "key", "scale")}
+
+    def inner(traced, a, b):
+        there = dataclasses.replace(context, rest={**context.rest, **traced})
+        return there.body(op)(a, b)
 
     @jax.custom_vjp
-    def fn(a, b):
-        return inner(a, b)
+    def fn(traced, a, b):
+        return inner(traced, a, b)
 
-    fn.defvjp(lambda a, b: jax.vjp(inner, a, b), lambda pull, ct: pull(2 * ct))
-    return fn(a, b)
+    def forward(traced, a, b):
+        return jax.vjp(functools.partial(inner, traced), a, b)
+
+    fn.defvjp(forward, lambda pull, ct: (None, *pull(2 * ct)))
+    return fn(traced, a, b)
 
 
 @op(REVERSE)
