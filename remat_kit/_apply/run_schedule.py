@@ -113,7 +113,7 @@ class _Run:
 
     def outputs(self) -> list[Any]:
         for segment in self.schedule:
-            eqns = [*map(_rewrites.lean_pooling, self.equations(segment))]
+            eqns = [_rewrites.lean_pick(_rewrites.lean_pooling(e)) for e in self.equations(segment)]
             reads = [v for v in _reads(eqns) if v in self.env]
             # An earlier segment reads these arguments too, so that their gradients are sums.
             tied = {v: self.env[v] for v in reads if self.first_reader.get(v, segment) != segment}

@@ -18,5 +18,6 @@ REVISION = 3
 # inputs in half precision. Since 4, the plans without pieces are searched as if no others existed.
 # Since 5, XLA's TPU compiler copies arguments again for the loop of the derivative. On CPUs and
 # GPUs, predictions count what an array leaves unused of the memory of a result, and on GPUs also
-# the sums of the gradients of kernels.
-PIECES_REVISIONS = {"cpu": 5, "cuda": 5, "tpu": 5}
+# the sums of the gradients of kernels. Since 6, an array of constants that a loop over pieces reads
+# is counted, and on TPUs the derivative of a loss of one sequence does not scatter.
+PIECES_REVISIONS = {"cpu": 5, "cuda": 5, "tpu": 6}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pooled_network import pooled, pooled_args
 from shapes import struct
-from zoo import load
+from zoo import equations, load
 
 import remat_kit
 from remat_kit import _jax
@@ -17,6 +17,7 @@ from remat_kit._backend import rewrites as _rewrites
 from remat_kit._chip.target import target
 from remat_kit._planner import frontier as _frontier
 from remat_kit._policy.schedule import Segment
+from remat_kit._program.program import flat_program
 
 LAYERS, BATCH = 8, 512
 
@@ -267,3 +268,64 @@ def test_what_is_rounded_late_stays_the_same_to_the_bit():
     chex.assert_trees_all_equal(jax.vjp(_rewrites.rounded_late, x)[1](ct)[0], ct)
     chex.assert_trees_all_equal(jax.jvp(_rewrites.rounded_late, (x,), (ct,))[1], ct)
     assert jax.vmap(_rewrites.rounded_late)(jnp.stack([x, x])).shape == (2, *x.shape)
+
+
+@pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
+@pytest.mark.parametrize("shape", [(1, 6, 8), (6, 1, 8), (1, 6, 1, 8), (1, 1, 8)], ids=str)
+def test_a_lean_pick_has_the_same_derivative(shape, mode):
+    """Indices out of bounds and repeated ones included."""
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], shape)
+    bounds = (0, 8) if mode == "promise_in_bounds" else (-12, 12)
+    index = jax.random.randint(keys[1], (*shape[:-1], 1), *bounds)
+    closed = jax.make_jaxpr(lambda x, i: jnp.take_along_axis(x, i, -1, mode=mode))(x, index)
+    eqn = next(e for e in flat_program(closed).eqns if e.primitive.name == "gather")
+    lean = _rewrites.lean_pick(eqn)
+    assert lean is not eqn
+    index = index.reshape(eqn.invars[1].aval.shape)
+
+    def both(derivative):
+        return [derivative(lambda x, e=e: _jax.bind(e, [x, index])[0]) for e in (eqn, lean)]
+
+    outs = both(lambda f: f(x))
+    ct = jnp.cos(jnp.arange(outs[0].size, dtype=jnp.float32)).reshape(outs[0].shape)
+    np.testing.assert_array_equal(*outs)
+    np.testing.assert_array_equal(*both(lambda f: jax.vjp(f, x)[1](ct)[0]))
+    np.testing.assert_array_equal(*both(lambda f: jax.jvp(f, (x,), (jnp.sin(x),))[1]))
+    np.testing.assert_array_equal(
+        *both(lambda f: jax.vmap(jax.grad(lambda x: jnp.sum(f(x) ** 3)))(jnp.stack([x, 2 * x])))
+    )
+
+
+def test_a_lean_pick_is_for_single_elements_beside_axes_of_one_entry():
+    x, index = jnp.ones((1, 6, 8)), jnp.zeros((6, 1), jnp.int32)
+    others = (
+        lambda x, i: jnp.take_along_axis(x[0], i, -1),  # no axis of one entry
+        lambda x, i: x[:, i[:, 0]],  # whole rows
+        lambda x, i: x[i[:, 0], 0, 0],  # along the axis of one entry
+        lambda x, i: jnp.sin(x),
+    )
+    for fn in others:
+        for eqn in flat_program(jax.make_jaxpr(fn)(x, index)).eqns:
+            assert _rewrites.lean_pick(eqn) is eqn
+
+
+def test_a_loss_of_one_sequence_is_lean_in_pieces_of_its_tokens():
+    def loss(w, x, labels):
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[..., None], -1))
+
+    keys = jax.random.split(jax.random.key(0))
+    w, x = jax.random.normal(keys[0], (4, 9)), jax.random.normal(keys[1], (1, 6, 4))
+    args = w, x, jnp.arange(6)[None]
+    split = remat_kit.policy(remat_kit.pieces(3))(loss)
+    chex.assert_trees_all_close(
+        *(jax.grad(f, (0, 1))(*args) for f in (loss, split)), rtol=1e-6, atol=1e-6
+    )
+
+    def scattered(fn):
+        closed = jax.make_jaxpr(jax.grad(fn))(*args)
+        found = (e for e in equations(closed.jaxpr) if e.primitive.name == "scatter-add")
+        return {e.outvars[0].aval.ndim for e in found}
+
+    assert scattered(loss) == {3}
+    assert scattered(split) == {2}

@@ -452,6 +452,10 @@ class _Builder:
         for i, inputs in enumerate(reads):
             if makes[i] and all(t in constant for t in inputs) and not _jax.has_effects(eqns[i]):
                 constant.update(makes[i])
+        # Other operations compute them where they read them. A loop over pieces reads an array.
+        for i, eqn in enumerate(eqns):
+            if loop_of(eqn) is not None:
+                constant.difference_update(reads[i])
         tensors: list[Tensor] = []
         for t, (aval, producer) in enumerate(zip(avals, producers, strict=True)):
             stored = found.padded.get(t, _ops.nbytes(aval)) // (2 if t in found.halved else 1)

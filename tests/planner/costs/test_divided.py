@@ -190,6 +190,24 @@ def test_a_gpu_adds_up_the_gradients_of_kernels_beside_the_results(monkeypatch):
     assert [e.backward_seconds for e in found] == [e.backward_seconds for e in without]
 
 
+def test_a_loop_reads_constants_from_memory():
+    """A causal mask, of which each head needs the whole."""
+
+    def attention(q, k):
+        scores = jnp.einsum("hqd,hkd->hqk", q, k)
+        mask = jnp.tril(jnp.ones(scores.shape[1:], bool))[None]
+        return jnp.sum(jax.nn.softmax(jnp.where(mask, scores, -1e9)) ** 2)
+
+    whole = build.trace(attention, [struct((8, 256, 64))] * 2, target("tpu-v5e"))
+    at = next(e.index for e in whole.equations if e.primitive == "dot_general")
+    division = Division(at, len(whole.equations), 4, (at, 0), 0)
+    found = _divided.graph_of(whole, divided(whole.program, [division]), target("tpu-v5e"))
+    read = {t.index for t in found.tensors if loop_of(found).index in t.users}
+    masks = [[t.bytes for t in g.tensors if t.dtype == "bool" and t.bytes] for g in (whole, found)]
+    assert masks == [[], [256 * 256]]
+    assert {t.index for t in found.tensors if t.dtype == "bool" and t.bytes} <= read
+
+
 def test_pieces_of_the_last_axis_are_not_proposed_for_a_softmax():
     with pytest.raises(Exception, match="cannot run in pieces"):
         graph(8, axis=1)
