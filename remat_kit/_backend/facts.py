@@ -170,6 +170,13 @@ READS_THE_INPUT_OF_RELU = Fact(
     {"cpu": _NEW, "cuda": RELEASES, "tpu": RELEASES},
 )
 
+SCATTERS_PICKED_ELEMENTS = Fact(
+    "scatters_picked_elements",
+    "The derivative of an element picked from each row scatters into a second array as large as "
+    "the cotangent if the array has an axis of one entry, so we drop such axes.",
+    {"tpu": RELEASES},
+)
+
 COMPUTES_MASKS_AGAIN = Fact(
     "computes_masks_again",
     "The mask of a `jax.nn.relu` is computed again in the derivative, and keeps its input live at "

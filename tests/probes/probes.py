@@ -363,6 +363,21 @@ def reads_the_input_of_relu(platform):
     return saves(ours, theirs)
 
 
+def scatters_picked_elements(platform):
+    """The loss of one sequence, as a region."""
+
+    def loss(w, x, labels):
+        logits = jax.nn.log_softmax(x @ w)
+        return -jnp.sum(jnp.take_along_axis(logits, labels[..., None], -1))
+
+    def lines(names):
+        return [f"0:{len(names)}"]
+
+    args = struct(512, 32000), struct(1, 4096, 512), jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+    without = rewrites, "lean_pick", lambda eqn: eqn
+    return compared(planned(loss, args, lines), args, platform, without)
+
+
 def computes_masks_again(platform):
     """A maximum over windows follows each `jax.nn.relu`."""
 
