@@ -452,10 +452,6 @@ class _Builder:
         for i, inputs in enumerate(reads):
             if makes[i] and all(t in constant for t in inputs) and not _jax.has_effects(eqns[i]):
                 constant.update(makes[i])
-        # Other operations compute them where they read them. A loop over pieces reads an array.
-        for i, eqn in enumerate(eqns):
-            if loop_of(eqn) is not None:
-                constant.difference_update(reads[i])
         tensors: list[Tensor] = []
         for t, (aval, producer) in enumerate(zip(avals, producers, strict=True)):
             stored = found.padded.get(t, _ops.nbytes(aval)) // (2 if t in found.halved else 1)
@@ -619,14 +615,17 @@ class _Builder:
             later = bool(tensor.users) and tensor.users[-1] > e.index
             if later or (tensor.producer < 0 and len(tensor.users) > 1):
                 second += _ops.nbytes(self.aval(v))
+        # Other operations compute an array of constants where they read it. The loop reads memory.
+        computed = [t for t in e.reads if tensors[t].producer >= 0 and not tensors[t].bytes]
+        constants = sum(_ops.nbytes(self.made[t][0]) for t in computed)
         return dataclasses.replace(
             e,
             flops=cost.flops,
             seconds=cost.seconds,
             backward_flops=cost.backward_flops if differentiated else 0.0,
             backward_seconds=cost.again_seconds + cost.backward_seconds if differentiated else 0.0,
-            working_bytes=cost.backward_bytes + second if differentiated else 0,
-            transient_bytes=cost.forward_bytes,
+            working_bytes=cost.backward_bytes + second + constants if differentiated else 0,
+            transient_bytes=cost.forward_bytes + constants,
             again_flops=cost.again_flops if differentiated else 0.0,
             again_seconds=cost.again_seconds if differentiated else 0.0,
         )
