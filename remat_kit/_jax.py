@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import re
 import sys
@@ -414,6 +415,18 @@ def without_integer_tangents(values: Sequence[Any]) -> list[Any]:
     return [behind_operation(x) for x in values]
 
 
+def first_entry(x: Any) -> Any:
+    """Return the first entry of an array.
+
+    Where an explicit mesh axis splits an axis of the array, JAX 0.10.2 cannot slice it.
+    """
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if JAX_VERSION < (0, 11) and sharding is not None and any(sharding.spec):
+        places = tuple(jnp.zeros(1, jnp.int32) for _ in x.shape)
+        return x.at[places].get(out_sharding=jax.sharding.PartitionSpec(None)).reshape(())
+    return jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
+
+
 def checkpoint_name(x: Any, name: str) -> Any:
     """Give a value a name. Of a complex one, the real and the imaginary part get it."""
     if not jnp.issubdtype(jax.typeof(x).dtype, jnp.complexfloating):
@@ -623,6 +636,23 @@ def zeros(aval: Any) -> Any:
     `jnp.zeros` would lose both inside `shard_map` and on meshes with explicit axes. 0.10.2, 0.12.
     """
     return ad_util.zeros_like_aval(aval)
+
+
+def explicit_ways(aval: Any, axis: int) -> int:
+    """Return into how many parts the explicit axes of a mesh split an axis of a value."""
+    sharding = getattr(aval, "sharding", None)
+    names = sharding.spec[axis] if sharding is not None and len(sharding.spec) > axis else None
+    if names is None:
+        return 1
+    return math.prod(sharding.mesh.shape[n] for n in (names if type(names) is tuple else [names]))
+
+
+def broadcast_like(x: Any, aval: Any) -> Any:
+    """Broadcast a scalar to the shape and the explicit sharding of an abstract value."""
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or not any(sharding.spec):
+        return jnp.broadcast_to(x, aval.shape)
+    return jax.lax.broadcast_in_dim(x, aval.shape, (), out_sharding=sharding)
 
 
 def allows_custom_rule(eqns: Sequence[Any], avals: Sequence[Any]) -> bool:

@@ -106,6 +106,13 @@ def _along(program: Program, value: Any, axis: int, pieces: int) -> Split | Bloc
     if entries < pieces:
         plural = "y" if entries == 1 else "ies"
         return Blocked(None, f"axis {axis} has {entries} entr{plural}, fewer than {pieces} pieces")
+    devices, size = _jax.explicit_ways(value.aval, axis), -(-entries // pieces)
+    if size % devices or entries % size % devices:
+        return Blocked(
+            None,
+            f"the mesh splits axis {axis} into {devices}, which does not divide a piece of "
+            f"{entries % size if size % devices == 0 else size} entries",
+        )
     return _split.split(program, value, axis)
 
 
@@ -504,8 +511,7 @@ def _nothing_yet(values: Sequence[Any]) -> Any:
     known = None
     for x in values:
         if _is_float(jax.typeof(x)) and jnp.size(x):
-            first = lax.slice(x, (0,) * jnp.ndim(x), (1,) * jnp.ndim(x)).reshape(())
-            never = jnp.real(first).astype(jnp.float32) > np.inf
+            never = jnp.real(_jax.first_entry(x)).astype(jnp.float32) > np.inf
             known = never if known is None else known | never
     return known
 
@@ -526,4 +532,4 @@ def _buffer(aval: Any, how: How, near: Any) -> Any:
     value = jnp.asarray(neutral, dtype)
     if near is not None:
         value = jnp.where(near, jnp.zeros((), dtype), value) if neutral else near.astype(dtype)
-    return jnp.broadcast_to(value, aval.shape)
+    return _jax.broadcast_like(value, aval)

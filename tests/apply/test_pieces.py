@@ -186,6 +186,56 @@ def test_transformations(order: Any, implementation: Any) -> None:
     same(whole, split)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda f, w, x: jax.grad(f, (0, 1))(w, x),
+        lambda f, w, x: jax.jvp(f, (w, x), (jnp.sin(w), jnp.cos(x))),
+        lambda f, w, x: jax.jvp(jax.grad(f, (0, 1)), (w, x), (jnp.sin(w), jnp.cos(x))),
+    ],
+)
+def test_results_have_the_sharding_of_explicit_axes(axis: int, order: Any) -> None:
+    """Of the axis that is cut, too. The types are checked without devices."""
+    explicit = jax.sharding.AxisType.Explicit
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"), axis_types=(explicit,) * 2)
+
+    def put(shape: tuple[int, ...], *spec: Any) -> Any:
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    def loss(w: Any, x: Any) -> Any:
+        return -jnp.mean(jax.nn.log_softmax(jnp.tanh(x) @ w)[..., 0])
+
+    split = policy(pieces(3 if axis else 2, axis=axis))(loss)
+    with jax.sharding.use_abstract_mesh(mesh):
+        whole, found = (
+            jax.eval_shape(functools.partial(order, f), put((8, 50)), put((8, 36, 8), "data"))
+            for f in (loss, split)
+        )
+    assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, whole)
+
+
+def test_pieces_have_to_be_split_as_explicit_axes_split_the_whole() -> None:
+    mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((40, 8), jnp.float32, sharding=sharding)
+
+    def total(x: Any) -> Any:
+        return jnp.sum(jnp.exp(jnp.tanh(x)))
+
+    def pieces_of(count: int, axis: int | None = 0) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax.eval_shape(policy(pieces(count, axis=axis))(total), x)
+
+    for count in (2, 5, 10):
+        pieces_of(count)
+    for count, entries in ((4, 10), (8, 5), (40, 1)):
+        with pytest.raises(PolicyError, match=f"axis 0 into 4, .* a piece of {entries} entries"):
+            pieces_of(count)
+    pieces_of(4, None)  # of the other axis
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_a_shard_map(check_vma: bool) -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
