@@ -641,9 +641,9 @@ def zeros(aval: Any) -> Any:
 def explicit_ways(aval: Any, axis: int) -> int:
     """Return into how many parts the explicit axes of a mesh split an axis of a value."""
     sharding = getattr(aval, "sharding", None)
-    names = sharding.spec[axis] if sharding is not None and len(sharding.spec) > axis else None
-    if names is None:
+    if sharding is None or len(sharding.spec) <= axis or sharding.spec[axis] is None:
         return 1
+    names = sharding.spec[axis]
     return math.prod(sharding.mesh.shape[n] for n in (names if type(names) is tuple else [names]))
 
 
