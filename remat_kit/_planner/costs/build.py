@@ -615,9 +615,11 @@ class _Builder:
             later = bool(tensor.users) and tensor.users[-1] > e.index
             if later or (tensor.producer < 0 and len(tensor.users) > 1):
                 second += _ops.nbytes(self.aval(v))
-        # Other operations compute an array of constants where they read it. The loop reads memory.
+        # Other operations compute an array of constants where they read it. The loop reads memory,
+        # except for a single number.
         computed = [t for t in e.reads if tensors[t].producer >= 0 and not tensors[t].bytes]
-        constants = sum(_ops.nbytes(self.made[t][0]) for t in computed)
+        sizes = (_ops.nbytes(self.made[t][0]) for t in computed if math.prod(tensors[t].shape) > 1)
+        constants = sum(sizes)
         return dataclasses.replace(
             e,
             flops=cost.flops,
