@@ -219,6 +219,7 @@ def test_what_a_convolution_and_a_region_read_is_kept_once():
     assert remat_kit.measure(alternating(program, bounds)(stack), *args).temp_bytes < 48 * 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA:CPU undoes recompute outside loops")
 def test_gradients_of_kernels_are_not_put_off():
     """XLA's CPU compiler would make them after the cotangents: 23.1 MiB, not 20.6."""
@@ -367,7 +368,11 @@ def layer_by_layer(plain=(), around=False):
 
 @pytest.mark.parametrize(
     ("plain", "around", "expected"),
-    [((), False, 8), ((1, 2, 7), False, 5), ((1, 2, 7), True, 8)],
+    [
+        pytest.param((), False, 8, marks=pytest.mark.slow),
+        pytest.param((1, 2, 7), False, 5, marks=pytest.mark.slow),
+        ((1, 2, 7), True, 8),
+    ],
 )
 def test_each_product_that_is_recomputed_has_a_barrier_for_its_gradients(plain, around, expected):
     planned, args = layer_by_layer(plain, around)

@@ -42,6 +42,7 @@ def test_peak_table(model, capsys, tmp_path):
         assert f"{peak['difference_percent']:+.2f} %" in err
 
 
+@pytest.mark.slow
 def test_compile_time(capsys, tmp_path):
     if not remat_kit.target("tpu-v5e").available:
         pytest.skip("the compiler for tpu-v5e is not installed")

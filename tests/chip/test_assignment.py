@@ -133,8 +133,17 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("program", "chip"),
+    [
+        # TPU compilers take half a minute for each of these.
+        pytest.param(program, chip, marks=pytest.mark.slow)
+        if chip == TPU and program in ("convolutional", "normalized", "random")
+        else (program, chip)
+        for program in PROGRAMS
+        for chip in CHIPS
+    ],
+)
 def test_what_a_compiler_writes_is_the_memory_that_it_returns(program, chip, tmp_path):
     needs(chip)
     fn, *args = PROGRAMS[program]
@@ -169,7 +178,7 @@ def step(kernels, x):
 @pytest.mark.parametrize(
     ("fn", "options"),
     [
-        (convolutional, {"optimizer": optax.adamw(1e-3)}),
+        pytest.param(convolutional, {"optimizer": optax.adamw(1e-3)}, marks=pytest.mark.slow),
         (step, {"argnums": None, "donate_argnums": 0}),
     ],
 )
@@ -211,6 +220,7 @@ def test_models_have_the_memory_of_the_whole_compilation(model, sizes, chip, imp
 # -- when the compiler is not stopped -------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS[1:])  # the compiler for CPUs may be faster than we are
 def test_the_compiler_is_stopped_before_the_code(chip, impatient):
     needs(chip)

@@ -112,6 +112,7 @@ def test_work_is_judged_by_half_of_theirs(search):
     assert least.reached
 
 
+@pytest.mark.slow
 def test_pieces_are_tried_where_a_goal_is_missed(row, monkeypatch):
     """The first convolutions hold most of the memory, also of the leanest plan without pieces."""
     sizes = SMALL | {"batch": 32, "width": 8}

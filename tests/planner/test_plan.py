@@ -87,6 +87,7 @@ def test_plan_fits_its_budget_and_peaks_do_not_jump():
     assert plans[0].compiled.temp_bytes < plans[-1].compiled.temp_bytes
 
 
+@pytest.mark.slow
 @lean
 def test_budgets_share_what_is_compiled(monkeypatch):
     """What a compiler makes of a schedule, 30 % more or less than was predicted here, may suit an

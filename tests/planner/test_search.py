@@ -343,7 +343,9 @@ def test_for_the_least_memory_a_leaner_plan_without_pieces_is_compiled_too(monke
     assert set(search.known) == {0, 2, 3}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
+)
 def test_a_plan_with_pieces_has_no_more_work_than_the_one_without(monkeypatch, seed):
     """Whatever the programs compile to, and for several budgets one after the other."""
 

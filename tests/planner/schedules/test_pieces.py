@@ -116,6 +116,7 @@ def test_the_frontier_goes_on_below_the_least_without_pieces():
     assert points[-1].graph is None
 
 
+@pytest.mark.slow
 def test_no_budget_takes_more_work_with_pieces():
     without, with_pieces = found()
     for point in without.points:
