@@ -420,8 +420,7 @@ def first_entry(x: Any) -> Any:
 
     Where an explicit mesh axis splits an axis of the array, JAX 0.10.2 cannot slice it.
     """
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    if JAX_VERSION < (0, 11) and sharding is not None and any(sharding.spec):
+    if JAX_VERSION < (0, 11) and any(explicit_spec(jax.typeof(x))):
         places = tuple(jnp.zeros(1, jnp.int32) for _ in x.shape)
         return x.at[places].get(out_sharding=jax.sharding.PartitionSpec(None)).reshape(())
     return jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
@@ -638,21 +637,27 @@ def zeros(aval: Any) -> Any:
     return ad_util.zeros_like_aval(aval)
 
 
+def explicit_spec(aval: Any) -> tuple[Any, ...]:
+    """Return how the explicit axes of a mesh split a value, for each axis as in a `PartitionSpec`.
+
+    A type without a sharding, such as that of a token, has none.
+    """
+    return tuple(getattr(getattr(aval, "sharding", None), "spec", ()))
+
+
 def explicit_ways(aval: Any, axis: int) -> int:
     """Return into how many parts the explicit axes of a mesh split an axis of a value."""
-    sharding = getattr(aval, "sharding", None)
-    if sharding is None or len(sharding.spec) <= axis or sharding.spec[axis] is None:
+    names = dict(enumerate(explicit_spec(aval))).get(axis)
+    if names is None:
         return 1
-    names = sharding.spec[axis]
-    return math.prod(sharding.mesh.shape[n] for n in (names if type(names) is tuple else [names]))
+    return math.prod(aval.sharding.mesh.shape[n] for n in jax.tree.leaves(names))
 
 
 def broadcast_like(x: Any, aval: Any) -> Any:
     """Broadcast a scalar to the shape and the explicit sharding of an abstract value."""
-    sharding = getattr(aval, "sharding", None)
-    if sharding is None or not any(sharding.spec):
+    if not any(explicit_spec(aval)):
         return jnp.broadcast_to(x, aval.shape)
-    return jax.lax.broadcast_in_dim(x, aval.shape, (), out_sharding=sharding)
+    return jax.lax.broadcast_in_dim(x, aval.shape, (), out_sharding=aval.sharding)
 
 
 def allows_custom_rule(eqns: Sequence[Any], avals: Sequence[Any]) -> bool:

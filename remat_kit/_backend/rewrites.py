@@ -197,7 +197,8 @@ def _relu_with_mask_derivative(primals: Any, tangents: Any) -> Any:
 def evaluated_on_piece(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
     """Evaluate an equation in its lean form on pieces of its operands.
 
-    Returns None if the equation has no lean form, or if its operands are not floating-point arrays.
+    Returns None if the equation has no lean form. Only a gather of single elements has one for
+    operands that are not floating-point arrays, and not if the axis that it indexes is cut.
     """
     pick = _pick(eqn)
     if pick is not None:

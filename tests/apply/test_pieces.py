@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from zoo import load
 
-from remat_kit import PolicyError, UserError, everything, measure, pieces, policy, recompute
+from remat_kit import PolicyError, UserError, _jax, everything, measure, pieces, policy, recompute
 from remat_kit._apply.pieces import PieceLoop, chosen, loop_of
 from remat_kit._program.program import bodies, flat_program
 
@@ -184,6 +184,24 @@ def test_transformations(order: Any, implementation: Any) -> None:
         order(lambda w, f=f: f(w, x, labels), w, v) for f in (head, policy(pieces(4))(head))
     )
     same(whole, split)
+
+
+def test_a_linear_map_of_what_is_not_mapped() -> None:
+    """Its results are mapped only where it contains a collective operation over the axis."""
+
+    def doubled(x: Any) -> Any:
+        return _jax.linear_map(lambda _, t: [2 * t], lambda _, cts: [2 * cts[0]], [x], [x])[0]
+
+    def summed(x: Any) -> Any:
+        def add(_: Any, t: Any) -> list[Any]:
+            return [jax.lax.psum(t, "rows")]
+
+        return _jax.linear_map(add, lambda _, cts: add(_, cts[0]), [x], [x])[0]
+
+    x, rows = jnp.float32(1.5), jnp.arange(3)
+    mapped = functools.partial(jax.vmap, axis_name="rows")
+    np.testing.assert_array_equal(mapped(lambda _: doubled(x), out_axes=None)(rows), 3.0)
+    np.testing.assert_array_equal(mapped(lambda _: summed(x))(rows), [4.5, 4.5, 4.5])
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -12,6 +12,7 @@ import os
 
 import pytest
 import strategies
+from harness import SECOND_ORDER
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 
 EXAMPLES = int(os.environ.get("REMAT_KIT_EXAMPLES", "80"))
@@ -27,14 +28,7 @@ GROUPS = {
     ),
     "jvp": (("jvp", "jvp of one", "linearized", "slopes"), ("traced", "vmap"), 0.15),
     "second order": (
-        (
-            "gradient of gradient",
-            "mixed",
-            "jvp of gradient",
-            "gradient of jvp",
-            "jvp of slopes",
-            "gradient of slopes",
-        ),
+        SECOND_ORDER,
         ("traced", "traced", "vmap"),
         0.20,
     ),

@@ -32,6 +32,7 @@ from typing import Any
 import jax.extend.core as jec
 import jax.numpy as jnp
 
+from remat_kit import _jax
 from remat_kit._apply.divide import divided, segment_of, split_of
 from remat_kit._apply.pieces import PieceLoop
 from remat_kit._apply.region import relative
@@ -207,7 +208,7 @@ def has_explicit_shardings(graph: CostGraph) -> bool:
     if graph.partition is None:
         return False
     avals = (_aval(graph, t.index) for t in graph.tensors)
-    return any(any(getattr(getattr(a, "sharding", None), "spec", ())) for a in avals)
+    return any(any(_jax.explicit_spec(a)) for a in avals)
 
 
 def explored(
