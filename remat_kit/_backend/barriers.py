@@ -21,6 +21,7 @@ from remat_kit._jax import (
     ad,
     ad_util,
     batching,
+    bind,
     core,
     dispatch,
     is_partitioned,
@@ -143,6 +144,7 @@ computed_early = barrier(_facts.COMPUTES_MASKS_AGAIN.backends)
 once = barrier(_facts.COMPUTES_RESULTS_AGAIN.backends)
 again = barrier(_facts.KEEPS_COPIES_FOR_DERIVATIVES.backends)
 kernel_first = barrier(_facts.DELAYS_KERNEL_GRADIENTS.backends)
+_in_turn = barrier(_facts.DELAYS_BATCHED_GRADIENTS.backends, backward_only=True)
 _side_by_side = barrier(
     _facts.DELAYS_WEIGHT_GRADIENTS.backends, backward_only=True, one_device=True
 )
@@ -245,6 +247,31 @@ def without_delay_equations(eqn: Any) -> list[Any]:
     Equations without the gradient of a weight are returned alone.
     """
     return _side_by_side.before(eqn) if has_weight_gradient(eqn) else [eqn]
+
+
+def batched_in_turn(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
+    """Evaluate a product with batch dimensions so that its gradients are computed one by one.
+
+    This is for the bodies of loops over pieces. Scores of attention have a cotangent that both
+    gradients of their product read, often each in an order of axes of its own. In a loop, XLA's CPU
+    compiler computes it once for each of them, and it is in memory twice, beside what it is
+    computed from. A barrier on the cotangent prevents that. The product of the weights and the
+    values is the other way round: its operand is large. Its two gradients wait for each other, so
+    that the weights can be freed. Barriers on the small arrays instead of the large ones, or on
+    both, take more memory for some shapes (jax 0.12).
+
+    Args:
+        eqn: an equation.
+        values: the values of its operands.
+
+    Returns:
+        The results, or None if the equation is not such a product.
+    """
+    if eqn.primitive is not jax.lax.dot_general_p or not eqn.params["dimension_numbers"][1][0]:
+        return None
+    if eqn.outvars[0].aval.size > max(v.aval.size for v in eqn.invars):
+        return list(_in_turn(bind(eqn, list(values))))
+    return bind(eqn, list(_in_turn(list(values))))
 
 
 def has_weight_gradient(eqn: Any) -> bool:

@@ -198,6 +198,14 @@ DELAYS_KERNEL_GRADIENTS = Fact(
     {"cpu": _NEW},
 )
 
+DELAYS_BATCHED_GRADIENTS = Fact(
+    "delays_batched_gradients",
+    "In a loop, the cotangent of the scores of attention is computed once for each of the two "
+    "gradients that read it, and both are live beside what it is computed from, so we put barriers "
+    "on the cotangent and on the gradients of the weights and the values.",
+    {"cpu": _NEW},
+)
+
 CONVOLVES_SLOWLY_IN_LOOPS = Fact(
     "convolves_slowly_in_loops",
     "A convolution in a loop is not transposed to the order of axes that has a fast kernel, as it "

@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from remat_kit import _jax
 from remat_kit._backend import facts as _facts
-from remat_kit._backend.barriers import computed_early, kernel_first
+from remat_kit._backend.barriers import batched_in_turn, computed_early, kernel_first
 from remat_kit._backend.facts import Fact
 from remat_kit._jax import (
     ad,
@@ -207,6 +207,9 @@ def evaluated_on_piece(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
         return None if cut else [pick(*values)]
     if any(jax.typeof(x).dtype not in _BITS for x in values):
         return None
+    product = batched_in_turn(eqn, values)
+    if product is not None:
+        return product
     given = tuple(sorted(eqn.params.items())) if eqn.primitive.name in _LEAN else ()
     if eqn.primitive is _CONV:
         return [_convolution(given, _looped_p)(*values)]

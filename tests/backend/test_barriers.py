@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+import remat_kit
 from remat_kit._backend import barriers as _barriers
 
 
@@ -66,6 +67,37 @@ def test_the_two_gradients_of_a_product_wait_for_each_other_on_gpus():
 
 def stacked(args):
     return jax.tree.map(lambda x: np.stack([x, 2 * x]), args)
+
+
+def attention(query, key, value):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
+
+
+def test_the_gradients_of_attention_in_pieces_come_one_by_one_on_cpus():
+    """One barrier is on the cotangent of the scores, one on the gradients of weights and values."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    args = [jax.random.normal(key, (1, 16, 2, 8)) for key in keys]
+
+    def loss(attention):
+        return lambda *args: jnp.sum(jnp.sin(attention(*args)))
+
+    divided = remat_kit.policy(remat_kit.pieces(4, axis=-2))(attention)
+    gradient = jax.grad(loss(divided), argnums=(0, 1, 2))
+    without = [barriers(loss(divided), *args, platform=p) for p in ("cpu", "cuda", "tpu")]
+    found = [barriers(gradient, *args, platform=p) for p in ("cpu", "cuda", "tpu")]
+    assert without == [0, 0, 0]
+    assert found[0] == found[1] + 2 == found[2] + 2
+    ours, theirs = (
+        [f(*args), jax.grad(f, (0, 1, 2))(*args), jax.jvp(f, args, args), jax.hessian(f)(*args)]
+        for f in (loss(divided), loss(attention))
+    )
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_products_without_batch_dimensions_are_as_they_were():
+    (eqn,) = jax.make_jaxpr(jnp.matmul)(np.ones((2, 3)), np.ones((3, 4))).eqns
+    assert _barriers.batched_in_turn(eqn, [np.ones((2, 3)), np.ones((3, 4))]) is None
 
 
 def test_gradients_that_are_summed_over_devices_do_not_hold_up_the_others():

@@ -423,6 +423,22 @@ def delays_kernel_gradients(platform):
     return compared(make, args, platform, (rewrites, "kernel_first", NO_BARRIER))
 
 
+def delays_batched_gradients(platform):
+    """Attention in eight pieces of the queries."""
+
+    def attention(query, key, value):
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key))
+        return jnp.sum(jnp.sin(jnp.einsum("bhqk,bkhd->bqhd", weights, value)))
+
+    def make():
+        # a new function each time, so that JAX traces it anew
+        divided = remat_kit.policy(remat_kit.pieces(8, axis=-2))(lambda *args: attention(*args))
+        return lambda args: divided(*args)
+
+    args = ((struct(1, 2048, 8, 64),) * 3,)
+    return compared(make, args, platform, (barriers, "_in_turn", NO_BARRIER))
+
+
 def convolves_slowly_in_loops(platform):
     """The gradients of a convolution, outside of a loop and in one."""
 
