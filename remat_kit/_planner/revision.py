@@ -19,6 +19,6 @@ REVISION = 3
 # Since 5, XLA's TPU compiler copies arguments again for the loop of the derivative. On CPUs and
 # GPUs, predictions count what an array leaves unused of the memory of a result, and on GPUs also
 # the sums of the gradients of kernels. Since 6, an array of constants that a loop over pieces reads
-# is counted, and on TPUs the derivative of a loss of one sequence does not scatter. Since 7, the gradients
-# of products with batch dimensions are computed one by one on CPUs.
+# is counted, and on TPUs the derivative of a loss of one sequence does not scatter. Since 7, the
+# gradients of products with batch dimensions are computed one by one on CPUs.
 PIECES_REVISIONS = {"cpu": 7, "cuda": 6, "tpu": 6}
