@@ -196,6 +196,7 @@ def products(weights: Any, x: Any) -> Any:
     return jnp.sum(x)
 
 
+@pytest.mark.slow
 def test_a_tpu_copies_arguments_again_for_the_derivative():
     """A barrier is on the arguments of the program, and not on what the program computes."""
     weights = [(jax.random.normal(KEYS[0], (6, 8)), jax.random.normal(KEYS[1], (8, 6)))] * 3

@@ -151,6 +151,7 @@ def test_what_comes_into_a_region_is_not_made_again_of_all_its_terms():
     assert remat_kit.measure(remat_kit.policy(planned)(stack), *args).temp_bytes < 15 * 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA:CPU undoes recompute outside loops")
 def test_cotangents_of_what_a_region_is_given_are_summed_as_they_come():
     """XLA's CPU compiler would keep what each layer's part is made of: 117 MiB, not 88."""

@@ -151,6 +151,7 @@ def test_diff_shows_the_same_recomputation():
     assert len(found[0].duplicates) == 2 * LAYERS
 
 
+@pytest.mark.slow
 def test_a_model_with_an_axis_that_splits_no_activation():
     on = {"mesh": "data=4,model=2", "sharding": "fsdp"}
     sizes = {"size": "tiny", "batch": 16, "layers": 3}
@@ -162,6 +163,7 @@ def test_a_model_with_an_axis_that_splits_no_activation():
     assert sum(r.bytes for r in whole) - sum(r.bytes for r in cut) == 3 * block // 2
 
 
+@pytest.mark.slow
 def test_the_fix_for_other_collectives_is_another_policy():
     on = {"mesh": "data=4,model=2", "sharding": "fsdp"}
     fn, args = gpt.build(size="tiny", batch=16, layers=3, **on)

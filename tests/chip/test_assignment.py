@@ -138,7 +138,7 @@ PROGRAMS = {
     [
         # TPU compilers take half a minute for each of these.
         pytest.param(program, chip, marks=pytest.mark.slow)
-        if chip == TPU and program in ("convolutional", "normalized", "random")
+        if chip == TPU and program in ("convolutional", "normalized", "attention", "random")
         else (program, chip)
         for program in PROGRAMS
         for chip in CHIPS
@@ -174,7 +174,7 @@ def step(kernels, x):
     return jax.tree.map(lambda w, g: w - 0.1 * g, kernels, gradients)
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", [*CHIPS[:-1], pytest.param(TPU, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("fn", "options"),
     [
@@ -188,7 +188,9 @@ def test_results_that_take_over_memory(fn, options, chip, impatient):
     assert one.memory.alias_bytes > 0
 
 
-@pytest.mark.parametrize("chip", ["cpu:4", "h100:4", "tpu-v5e:2x2"])
+@pytest.mark.parametrize(
+    "chip", ["cpu:4", "h100:4", pytest.param("tpu-v5e:2x2", marks=pytest.mark.slow)]
+)
 def test_a_program_over_a_mesh(chip, impatient):
     mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
     fn, weights, x = PROGRAMS["attention"]
@@ -230,6 +232,7 @@ def test_the_compiler_is_stopped_before_the_code(chip, impatient):
     assert remat_kit.measure(fn, *args, target=chip).code_bytes is not None
 
 
+@pytest.mark.slow
 def test_a_program_that_nearly_fills_a_tpu_is_compiled_to_the_end(monkeypatch, impatient):
     needs(TPU)
     fn, *args = PROGRAMS["convolutional"]
@@ -322,6 +325,7 @@ def test_a_compiler_that_writes_nothing_is_not_stopped(tmp_path):
 # -- answers on the disk --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stored_answer_with_code_serves_both_and_one_without_only_its_kind(impatient):
     needs(TPU)
     fn, *args = PROGRAMS["attention"]

@@ -372,6 +372,7 @@ def test_settings_that_come_too_late(run, model):
     assert "warning: the script sets JAX_ENABLE_X64 in `os.environ`" in err
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_exist_is_said(run, model, tmp_path):
     script = model(PLAIN)
     plan = tmp_path / "plan.toml"

@@ -95,6 +95,7 @@ def test_attention_of_xla_is_ordinary_operations():
     assert "exp" in again(lean)
 
 
+@pytest.mark.slow
 @without_savings
 def test_a_planned_step_with_attention_trains_as_without():
     step = train_step(by_xla)

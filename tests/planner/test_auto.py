@@ -133,6 +133,7 @@ for batch in (jax.device_put(x, place), x):
 """
 
 
+@pytest.mark.slow
 def test_a_partitioned_step_has_a_plan_of_its_own():
     done = subprocess.run([sys.executable, "-c", _PARTITIONED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -99,7 +99,7 @@ _SLOW = [
     ("model", "chip", "objective", "least"),
     [
         ("gpt72scan", "h100", "time", 0.3),
-        ("gpt72scan", "h100", "balanced", 0.3),
+        pytest.param("gpt72scan", "h100", "balanced", 0.3, marks=pytest.mark.slow),
         *(
             pytest.param(model, chip, objective, least, marks=pytest.mark.slow)
             for model, chip, *each in _SLOW
@@ -127,6 +127,7 @@ def test_plans_of_real_models_are_near_the_bound(model, chip, objective, least):
     assert gap(0.95) <= 0.015
 
 
+@pytest.mark.slow
 def test_objectives_spend_least_of_what_they_say():
     # Where a matrix product is fast, time says to recompute it and FLOPs to keep it.
     args = [(struct(512, 512), struct(512, 512))] * 4, struct(4096, 512)

@@ -320,6 +320,7 @@ def test_for_the_least_memory_plans_with_pieces_that_compute_less_are_compiled_t
     assert set(search.known) == {0, 1, 2, 4}
 
 
+@pytest.mark.slow
 def test_for_the_least_memory_a_leaner_plan_without_pieces_is_compiled_too(monkeypatch):
     """It saves fewer bytes than another one with the same predicted peak.
 
@@ -367,6 +368,7 @@ def test_a_plan_with_pieces_has_no_more_work_than_the_one_without(monkeypatch, s
         assert found.extra_work <= without.extra_work
 
 
+@pytest.mark.slow
 def test_the_points_without_pieces_of_a_step_with_two_losses_are_among_all_points():
     search = search_of(head, ARGS, pieces=True)
     front, plain = search.frontier, search.frontier.plain
@@ -391,7 +393,8 @@ def test_without_pieces_nothing_is_compiled_for_a_budget_far_below_all_plans(mon
     assert len(search.whole.known) > 1
 
 
-@pytest.mark.parametrize("is_least", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_least", [True, False])
 def test_plans_with_pieces_are_compared_with_one_without(monkeypatch, is_least):
     """Those with pieces compile to far more than predicted, and so others are better."""
 

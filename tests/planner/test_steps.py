@@ -164,6 +164,7 @@ def test_the_frontier_of_a_step_counts_what_is_beside_the_loss():
     assert one.extra_flops == other.extra_flops
 
 
+@pytest.mark.slow
 def test_a_plan_of_an_nnx_step_that_is_not_jitted_says_to_jit_it():
     """Outside of jit, NNX updates its counters by scattering, which no plan of the step has."""
 

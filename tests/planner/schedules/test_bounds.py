@@ -229,6 +229,7 @@ def test_no_schedule_of_a_scan_beats_the_bound(model, length, chip):
     check_bounds(graph, costs, binding=0 if length < 8 else 20)
 
 
+@pytest.mark.slow
 def test_the_bound_counts_the_logits_and_their_cotangent():
     """With what the softmax reads there for the cotangent that is made of it, less is kept."""
     shapes = ([struct(16, 16)] * 6, struct(4096, 16))

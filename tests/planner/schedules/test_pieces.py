@@ -85,6 +85,7 @@ def scan_between_products(params, x):
     return jnp.mean(jnp.tanh(jax.lax.scan(step, jnp.exp(h) * h, scales)[0]) ** 2)
 
 
+@pytest.mark.slow
 def test_a_segment_with_a_scan_inside_leaves_the_body_of_the_scan_whole():
     shapes = (4, 8), (16, 512), (8, 16)
     scales, wide, x = (jax.random.normal(jax.random.key(0), shape) for shape in shapes)
