@@ -254,17 +254,29 @@ class PieceLoop:
         """The scope of the loop, by which reports and profiles name it."""
         return _paths.pieces_scope(-(-self.split.n // self.size), self.axis)
 
-    def over_pieces(self, start: list[Any], step: Callable[[list[Any], Piece], list[Any]]) -> Any:
-        """Carry values through all pieces.
+    def over_pieces(
+        self,
+        results: Sequence[tuple[Any, How]],
+        near: Any,
+        step: Callable[[Piece], list[Any]],
+    ) -> list[Any]:
+        """Join what a step returns for each piece.
 
         Each step is a region, for second derivatives. Under ``jax_remat3`` it is not, because a
         region is a high-level primitive there, which a linear map cannot contain (jax 0.12).
+
+        Args:
+            results: the abstract value of each whole result, and what a piece of it is.
+            near: a value before which no buffer is made, see `_nothing_yet`.
+            step: returns the results of a piece.
         """
         n, size = self.split.n, self.size
         count, rest = divmod(n, size)
+        hows = [how for _, how in results]
 
         def one(carry: list[Any], offset: Any, size: int) -> list[Any]:
-            return step(carry, Piece(n, size, offset))
+            piece = Piece(n, size, offset)
+            return _joined(hows, carry, step(piece), piece)
 
         def region(size: int) -> Callable[[list[Any], Any], list[Any]]:
             step = functools.partial(one, size=size)
@@ -273,8 +285,13 @@ class PieceLoop:
         def iteration(carry: list[Any], index: Any) -> tuple[list[Any], None]:
             return region(size)(carry, index * size), None
 
+        start = [_buffer(aval, how, near) for aval, how in results]
         carry, _ = lax.scan(iteration, start, jnp.arange(count))
-        return region(rest)(carry, jnp.asarray(count * size)) if rest else carry
+        carry = region(rest)(carry, jnp.asarray(count * size)) if rest else carry
+        return [
+            whole if whole.dtype == aval.dtype else whole.astype(aval.dtype)
+            for whole, (aval, _) in zip(carry, results, strict=True)
+        ]
 
     def cut(self, values: Sequence[Any], piece: Piece) -> list[Any]:
         return [
@@ -317,15 +334,12 @@ class PieceLoop:
     # .. the loops
 
     def _evaluated(self, *values: Any) -> list[Any]:
-        hows = [how for _, how in self.split.outputs]
-
-        def step(carry: list[Any], piece: Piece) -> list[Any]:
-            return _joined(hows, carry, self.body(self.cut(values, piece), piece), piece)
+        def step(piece: Piece) -> list[Any]:
+            return self.body(self.cut(values, piece), piece)
 
         with jax.named_scope(self.name):
             near = self._not_before([v for v, _ in self.inputs], values)
-            start = [_buffer(v.aval, how, near) for v, how in self.split.outputs]
-            return self.over_pieces(start, step)
+            return self.over_pieces([(v.aval, how) for v, how in self.split.outputs], near, step)
 
     def _of_some(
         self, wrt: Sequence[int], moving: Sequence[bool], values: Sequence[Any], piece: Piece
@@ -358,22 +372,19 @@ class PieceLoop:
         def evaluate(*args: Any) -> list[Any]:
             xs, ds = args[:count], args[count:]
 
-            def step(carry: list[Any], piece: Piece) -> list[Any]:
+            def step(piece: Piece) -> list[Any]:
                 values = self.cut(xs, piece)
                 moved = self._cut_tangents(ds, wrt, piece)
                 fn = self._of_some(wrt, moving, values, piece)
-                _, changes = jax.jvp(fn, [values[i] for i in wrt], moved)
-                return _joined(hows, carry, changes, piece)
+                return jax.jvp(fn, [values[i] for i in wrt], moved)[1]
 
             with jax.named_scope(self.name):
                 near = self._not_before([self.inputs[i][0] for i in wrt], ds)
-                start = [_buffer(v.aval.to_tangent_aval(), how, near) for v, how in outputs]
-                return self.over_pieces(start, step)
+                changes = [(v.aval.to_tangent_aval(), how) for v, how in outputs]
+                return self.over_pieces(changes, near, step)
 
         def transpose(xs: list[Any], cts: list[Any]) -> list[Any]:
-            back = [how or Partial.SUM for how in entering]
-
-            def step(carry: list[Any], piece: Piece) -> list[Any]:
+            def step(piece: Piece) -> list[Any]:
                 with jax.named_scope(_paths.RECOMPUTED):
                     values = self.cut(xs, piece)
                     fn = self._of_some(wrt, moving, values, piece)
@@ -386,14 +397,15 @@ class PieceLoop:
                     else ct
                     for y, ct, how in zip(ys, cts, hows, strict=True)
                 ]
-                return _joined(back, carry, pull(given), piece)
+                return pull(given)
 
             with jax.named_scope(self.name):
                 known = [(v, ct) for (v, _), ct in zip(outputs, cts, strict=True) if ct is not None]
                 near = self._not_before([v for v, _ in known], [ct for _, ct in known])
                 xs = self._copied_again(near, xs)
-                start = [_buffer(jax.typeof(xs[i]), how, near) for i, how in zip(wrt, entering)]
-                return self.over_pieces(start, step)
+                back = [how or Partial.SUM for how in entering]
+                gradients = [(jax.typeof(xs[i]), how) for i, how in zip(wrt, back, strict=True)]
+                return self.over_pieces(gradients, near, step)
 
         return _jax.linear_map(evaluate, transpose, primals, tangents)
 
@@ -518,7 +530,7 @@ def _nothing_yet(values: Sequence[Any]) -> Any:
 
 def _buffer(aval: Any, how: How, near: Any) -> Any:
     """Return the value that the first piece of a result is joined with."""
-    dtype = aval.dtype
+    dtype = how.dtype(aval.dtype) if isinstance(how, Partial) else aval.dtype
     neutral: Any = 0
     if how in (Partial.MAX, Partial.MIN):
         low = how is Partial.MAX

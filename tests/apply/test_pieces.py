@@ -534,3 +534,40 @@ def test_a_tpu_stores_no_cotangent_in_float32_for_the_buffers(
 def test_pieces_have_no_common_subexpressions_to_prevent():
     with pytest.raises(UserError, match="leave prevent_cse= out"):
         policy(pieces(4), prevent_cse=False)
+
+
+# -- rounding -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+def test_many_pieces_round_half_precision_as_few(dtype: str, mode: str) -> None:
+    """The gradient of the weights, and a sum over pieces of hidden units, have one rounding."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, up, down = (
+        jax.random.normal(key, shape).astype(dtype)
+        for key, shape in zip(keys, [(2048, 16), (16, 256), (256, 16)], strict=True)
+    )
+
+    def hidden(x: Any, up: Any, down: Any) -> Any:  # its largest array is (2048, 256)
+        return jnp.tanh(x @ up / 4) @ down / 16
+
+    def loss(x: Any, up: Any, down: Any) -> Any:
+        return jnp.mean(jnp.square(hidden(x, up, down).astype("float32")))
+
+    def error(fn: Any) -> float:
+        """Return the error against float32, in units of the largest entry."""
+        if mode == "reverse":
+            run = jax.jit(jax.grad(fn, argnums=(1, 2)))
+        else:
+            run = jax.jit(lambda *args: jax.jvp(fn, args, args)[1])
+        exact = jax.tree.leaves(run(*(v.astype("float32") for v in (x, up, down))))
+        found = jax.tree.leaves(run(x, up, down))
+        return max(
+            float(jnp.linalg.norm(a.astype("float32") - b) / jnp.linalg.norm(b))
+            for a, b in zip(found, exact, strict=True)
+        )
+
+    axis, fn = (0, loss) if mode == "reverse" else (1, hidden)
+    few, many = (error(policy(pieces(n, axis=axis))(fn)) for n in (2, 128))
+    assert 0 < many < 1.5 * few

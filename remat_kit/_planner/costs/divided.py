@@ -36,7 +36,7 @@ from remat_kit._planner.costs.simulate import Simulation
 from remat_kit._policy.schedule import Segment
 from remat_kit._program import ops as _ops
 from remat_kit._program import sharding as _sharding
-from remat_kit._program.pieces import Piece
+from remat_kit._program.pieces import Partial, Piece
 from remat_kit._program.program import Program, flat_program
 from remat_kit._program.sharding import Shards, ValueShard
 
@@ -301,6 +301,7 @@ def _sums(
     Returns:
         the bytes of all sums, and those that do not lie in the memory of the gradients. If the
         program computes a kernel itself, its gradient is no result, and the sum is that gradient.
+        The sum of a gradient of half precision is larger than the gradient, so none of it does.
     """
     eqns = [loop.split.program.eqns[i] for i in loop.split.ways]
     apart = {
@@ -316,6 +317,8 @@ def _sums(
         aval = v.aval if given is None else v.aval.update(shape=given.values[v].shape)
         result = _ops.nbytes(aval)
         size = whole.get(i, result)
-        added += size
-        beside += size if v in apart and v in loop.arguments else size - result
+        in_sum = Partial.SUM.dtype(v.aval.dtype).itemsize // v.aval.dtype.itemsize
+        is_apart = in_sum > 1 or (v in apart and v in loop.arguments)
+        added += in_sum * size
+        beside += in_sum * size if is_apart else size - result
     return added, beside

@@ -28,6 +28,7 @@ from remat_kit._planner.costs import divided as _divided
 from remat_kit._policy import schedule as _schedule
 from remat_kit._policy.divisions import Division, lines
 from remat_kit._policy.schedule import Segment
+from remat_kit._program.pieces import Partial
 
 
 def head(w, x, labels):
@@ -42,8 +43,8 @@ ARGS = (
 )
 
 
-def graph(count, axis=0, chip="cpu"):
-    whole = build.trace(head, ARGS, target(chip))
+def graph(count, axis=0, chip="cpu", args=ARGS):
+    whole = build.trace(head, args, target(chip))
     (at,) = (e.index for e in whole.equations if e.primitive == "dot_general")
     division = Division(at, len(whole.equations), count, (at, 0), axis)
     found = divided(whole.program, [division])
@@ -139,6 +140,22 @@ def test_prediction_and_compiler():
         memory = measure(lean, *ARGS, target="cpu")
         predicted = simulate.simulate(found, plain).peak_bytes + memory.argument_bytes
         assert predicted == pytest.approx(memory.peak_bytes, rel=0.1)
+
+
+def test_gradients_of_half_precision_are_added_up_beside_the_results(monkeypatch):
+    half = tuple(x.update(dtype="bfloat16") if x.dtype == jnp.float32 else x for x in ARGS)
+
+    def costs(args):
+        found = loop_of(graph(8, args=args)[1])
+        return found.working_bytes, found.backward_seconds
+
+    narrow, wide = costs(half), costs(ARGS)
+    monkeypatch.setattr(Partial, "dtype", lambda _, dtype: dtype)
+    more = [a - b for a, b in zip(narrow, costs(half), strict=True)]
+    weights = 64 * 8192
+    assert more[0] == weights * 4
+    assert more[1] == pytest.approx(8 * 3 * weights * 2 / target("cpu").bandwidth_bytes_per_second)
+    assert costs(ARGS) == wide
 
 
 @pytest.mark.parametrize(("images", "channels", "times"), [(64, 64, 2), (256, 128, 1), (32, 16, 8)])

@@ -49,3 +49,16 @@ def test_partial_results_are_joined(dtype: Any) -> None:
     assert found[Partial.SUM] == ([True] * 3 if dtype is bool else [1, 1, 2])
     assert found[Partial.MAX] == [1, 1, 1]
     assert found[Partial.MIN] == [0, 0, 1]
+
+
+def test_sums_of_half_precision_are_added_up_in_float32() -> None:
+    types = {t: Partial.SUM.dtype(jnp.dtype(t)) for t in ("bfloat16", "float16", "float8_e4m3fn")}
+    assert set(types.values()) == {jnp.dtype("float32")}
+    for same in ("float32", "float64", "complex64", "int8", "bool"):
+        assert Partial.SUM.dtype(jnp.dtype(same)) == same
+    for how in (Partial.MAX, Partial.MIN):
+        assert how.dtype(jnp.dtype("bfloat16")) == "bfloat16"
+    small = jnp.full(4, 0.01, jnp.bfloat16)
+    whole = Partial.SUM.join(jnp.full(4, 8.0, jnp.float32), small)
+    assert whole.dtype == jnp.float32
+    assert whole[0] > 8
