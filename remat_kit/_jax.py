@@ -268,6 +268,12 @@ def rule_of(eqn: Any) -> Any | None:
     return None if wrapped is None else wrapped.f
 
 
+def backward_rule_of(eqn: Any) -> Any:
+    """Return the backward rule that the user gave a `custom_vjp_call`. Seen on 0.10.2, 0.12."""
+    rule = eqn.params["bwd"]
+    return getattr(rule, "f", rule)
+
+
 def rule_identity(eqn: Any) -> tuple[Any, tuple[Any, ...]] | None:
     """Return the rule of a `custom_jvp_call` and everything that is bound around it.
 

@@ -67,9 +67,10 @@ def check_all_ways(fn: Callable[..., Any], *args: Any, pieces: int = 3) -> list[
                 assert a.dtype == b.dtype
                 rounded = jnp.issubdtype(a.dtype, jnp.inexact)
                 tolerance = 2e-5 if rounded else 0.0
+                wide = np.result_type(a.dtype if a.dtype != jnp.bfloat16 else np.float32, float)
                 np.testing.assert_allclose(
-                    np.asarray(a, dtype=np.float64),
-                    np.asarray(b, dtype=np.float64),
+                    np.asarray(a, dtype=wide),
+                    np.asarray(b, dtype=wide),
                     rtol=tolerance,
                     atol=tolerance,
                 )

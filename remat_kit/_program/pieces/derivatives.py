@@ -6,9 +6,10 @@ splits of inputs and outputs. On a piece it is a function with these rules in pi
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -61,10 +62,19 @@ def _of_moving(eqn: Any, xs: Sequence[Any]) -> Callable[..., list[Any]]:
     return call
 
 
-# The functions whose derivative rules are being examined.
-_being_checked: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
+# The functions whose derivative rules are being examined. A rule may call its own function.
+_being_checked: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar(
     "functions", default=()
 )
+
+
+@contextlib.contextmanager
+def _checking(function: Any) -> Iterator[None]:
+    token = _being_checked.set((*_being_checked.get(), function))
+    try:
+        yield
+    finally:
+        _being_checked.reset(token)
 
 
 def _through_jvp(eqn: Any, given: Sequence[How], n: int) -> Way | None:
@@ -74,11 +84,8 @@ def _through_jvp(eqn: Any, given: Sequence[How], n: int) -> Way | None:
     function = str(eqn.params["call_jaxpr"])
     if function in _being_checked.get():  # the rule of `relu`, for example, calls `relu`
         return way
-    token = _being_checked.set((*_being_checked.get(), function))
-    try:
+    with _checking(function):
         rule = _rule_of_jvp(eqn, way.inputs, n)
-    finally:
-        _being_checked.reset(token)
     if rule is None:
         return None
     tangents = _those(way.outputs, _moving_outputs(eqn))
@@ -150,15 +157,16 @@ def _rules_of_vjp(eqn: Any, way: Way, n: int) -> _Vjp | None:
     rules = _whole_rules(eqn)
     if rules is None:
         return None
-    first = inside(rules[0], way.inputs, n)
     count = len(way.outputs)
-    if first is None or first.inputs != way.inputs or first.outputs[:count] != way.outputs:
-        return None
-    residuals = first.outputs[count:]
-    if any(isinstance(r, Partial) for r in residuals):
-        return None
-    given = (*residuals, *way.outputs)
-    second = inside(rules[1], given, n)
+    with _checking(_call_of_vjp(eqn, way)):
+        first = inside(rules[0], way.inputs, n)
+        if first is None or first.inputs != way.inputs or first.outputs[:count] != way.outputs:
+            return None
+        residuals = first.outputs[count:]
+        if any(isinstance(r, Partial) for r in residuals):
+            return None
+        given = (*residuals, *way.outputs)
+        second = inside(rules[1], given, n)
     if second is None or second.inputs != given:
         return None
     # The cotangent of a whole input is a sum over the pieces, and that of a split one is split.
@@ -166,10 +174,17 @@ def _rules_of_vjp(eqn: Any, way: Way, n: int) -> _Vjp | None:
     return _Vjp(first, second) if list(second.outputs) == expected else None
 
 
+def _call_of_vjp(eqn: Any, way: Way) -> Any:
+    """Return what tells a call of a `custom_vjp` function in pieces from others."""
+    return _jax.backward_rule_of(eqn), str(eqn.params["call_jaxpr"]), way.inputs
+
+
 def _through_vjp(eqn: Any, given: Sequence[How], n: int) -> Way | None:
     way = through_body(eqn, given, n)
     if way is None or way.partial or None in way.outputs or not all(_moving_outputs(eqn)):
         return None
+    if _call_of_vjp(eqn, way) in _being_checked.get():  # the forward rule calls the function
+        return way
     return way if _rules_of_vjp(eqn, way, n) is not None else None
 
 

@@ -97,7 +97,8 @@ _ELEMENTWISE = (
     *("not", "population_count", "clz", "shift_left", "shift_right_logical"),
     *("shift_right_arithmetic", "select_n", "clamp", "convert_element_type"),
     *("bitcast_convert_type", "reduce_precision", "stop_gradient", "copy", "copy_p", "mul_add"),
-    *("optimization_barrier", "threefry2x32"),
+    *("optimization_barrier", "threefry2x32", "polynomial", "log2", "mulhi", "one_minus_square"),
+    *("igamma_grad_a", "random_gamma_grad"),
 )
 
 
@@ -243,6 +244,26 @@ def _stack(eqn: Any) -> list[_Match]:
     return [((d,) * len(eqn.invars), (d + (d >= axis),)) for d in range(rank)]
 
 
+@_rule(_MATCHES, "unstack")
+def _unstack(eqn: Any) -> list[_Match]:
+    axis = eqn.params["axis"]
+    rank = len(shape_of(eqn.outvars[0]))
+    return [((d + (d >= axis),), (d,) * len(eqn.outvars)) for d in range(rank)]
+
+
+@_rule(_MATCHES, "fft")
+def _fourier(eqn: Any) -> list[_Match]:
+    rank = len(shape_of(eqn.invars[0]))
+    return [((d,), (d,)) for d in range(rank - len(eqn.params["fft_lengths"]))]
+
+
+@_rule(_MATCHES, "cholesky", "eigh", "lu", "qr", "svd", "triangular_solve")
+def _of_each_matrix(eqn: Any) -> list[_Match]:
+    """The last two axes of each operand are a matrix, and all others are a batch of them."""
+    batch = range(len(shape_of(eqn.invars[0])) - 2)
+    return [((d,) * len(eqn.invars), (d,) * len(eqn.outvars)) for d in batch]
+
+
 @_rule(_MATCHES, "rev")
 def _reverse(eqn: Any) -> list[_Match]:
     reversed_axes, rank = eqn.params["dimensions"], len(shape_of(eqn.invars[0]))
@@ -372,3 +393,18 @@ def _slice(eqn: Any, n: int, where: In | Out, along: Along) -> list[Way]:
     elif not fits(eqn.outvars[0], along, n):
         return []
     return [Way((Along(axis, along.outer * parts, along.inner),), (along,))]
+
+
+@_rule(WAYS, "tile")
+def _tile(eqn: Any, n: int, where: In | Out, along: Along) -> list[Way]:
+    """Each repetition of an axis is split as the axis is."""
+    times = int(eqn.params["reps"][along.axis])
+    if isinstance(where, In):
+        source = along
+    elif times and along.outer % times == 0:
+        source = Along(along.axis, along.outer // times, along.inner)
+    else:
+        return []
+    if not times or not fits(eqn.invars[0], source, n):
+        return []
+    return [Way((source,), (Along(source.axis, source.outer * times, source.inner),))]

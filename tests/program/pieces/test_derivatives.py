@@ -96,3 +96,44 @@ def test_a_backward_rule_that_mixes_pieces_blocks() -> None:
     eqn = last(normed, floats(6, 4))
     assert ways(eqn, 6, In(0), Along(0)) == []
     assert len(ways(eqn, 4, In(0), Along(1))) == 1
+
+
+@jax.custom_vjp
+def _twice(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+# As JAX's documentation has it, the rules call the function.
+_twice.defvjp(lambda x: (_twice(x), x), lambda x, ct: (2 * ct * jnp.cos(x) * _twice(x),))
+
+
+@jax.custom_vjp
+def _other(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+# The same body as `_twice`, which it calls, and another backward rule, which mixes pieces.
+_other.defvjp(lambda x: (_twice(x), None), lambda _, ct: (ct - jnp.mean(ct, 0, keepdims=True),))
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_rule_may_call_its_own_function(order: int) -> None:
+    x, w = floats(6, 4), floats(4, 4, seed=1)
+
+    def loss(x: Any, w: Any) -> Any:
+        return jnp.sum(jnp.square(_twice(jnp.tanh(x) @ w)))
+
+    def derivative(fn: Any) -> Any:
+        first = jax.grad(fn, (0, 1))
+        if order == 1:
+            return first(x, w)
+        return jax.grad(lambda x, w: sum(jnp.vdot(g, g) for g in first(x, w)), (0, 1))(x, w)
+
+    divided = remat_kit.policy(remat_kit.pieces(3, axis=0))(loss)
+    for a, b in zip(derivative(divided), derivative(loss), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_rule_may_call_another_function_with_the_same_body() -> None:
+    assert ways(last(_other, floats(6, 4)), 6, In(0), Along(0)) == []
+    assert len(ways(last(_other, floats(6, 4)), 4, In(0), Along(1))) == 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from piece_programs import all_ways, check_all_ways, floats, last
 
+import remat_kit
 from remat_kit._program.pieces import Along, In, Out, Partial, Way, ways
 
 # Few sizes, because each new shape compiles each operation anew.
@@ -37,6 +39,8 @@ _LIKE_SIN: list[Callable[[Any], Any]] = [
     *(jnp.negative, jnp.exp, jnp.abs, lax.sign, lax.floor, lax.tanh),
     *(lax.logistic, lax.erf, lax.erfc, lax.exp2, lax.square, lax.cbrt, lax.stop_gradient),
     lax.is_finite,
+    lambda x: jnp.log2(jnp.abs(x)),
+    lambda x: jax.grad(lambda y: jnp.sum(lax.tanh(y)))(x),
     lambda x: lax.integer_pow(x, 3),
     lambda x: lax.bitcast_convert_type(x, jnp.int32),
     lambda x: lax.reduce_precision(x, 8, 7),
@@ -167,6 +171,44 @@ def test_operations_along_an_axis(axis: int) -> None:
     assert {w.outputs[1] for w in check_all_ways(lambda x: lax.top_k(x, 2), x)} >= {Along(0)}
 
 
+def test_the_parts_of_an_axis_that_is_unstacked() -> None:
+    for axis in (0, 1):
+        found = check_all_ways(lambda x, a=axis: jnp.unstack(x, axis=a), floats(4, 6))
+        assert {w.inputs[0].axis for w in found if w.inputs[0]} == {1 - axis}
+        assert found
+
+
+def test_fourier_transforms() -> None:
+    def axes(fn: Any, x: Any) -> set[int]:
+        return {how.axis for w in check_all_ways(fn, x) for how in w.inputs if how}
+
+    x = floats(4, 6, 3, 3)
+    assert axes(lambda x: lax.fft(x, "rfft", (3, 3)), x) == {0, 1}
+    assert axes(lambda x: lax.fft(x, "fft", (3,)), x.astype(complex)) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        jnp.linalg.cholesky,
+        lambda a: jax.lax.linalg.lu(a)[0],
+        lambda a: jnp.linalg.qr(a)[1],
+        lambda a: jnp.linalg.svd(a, compute_uv=False),
+        lambda a: jnp.linalg.eigh(a)[0],
+        lambda a: jax.scipy.linalg.solve_triangular(a, a, lower=True),
+    ],
+    ids=["cholesky", "lu", "qr", "svd", "eigh", "solve_triangular"],
+)
+def test_matrices_of_a_batch(fn: Any) -> None:
+    def loss(x: Any) -> Any:
+        y = jnp.tanh(x)
+        return jnp.sum(jnp.sin(fn(y @ y.swapaxes(-1, -2) + jnp.diag(jnp.arange(1.0, 4))[None])))
+
+    divided, x = remat_kit.policy(remat_kit.pieces(2, axis=0))(loss), floats(5, 3, 3)
+    np.testing.assert_allclose(divided(x), loss(x), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(divided)(x), jax.grad(loss)(x), rtol=1e-3, atol=1e-4)
+
+
 # -- factors of axes ------------------------------------------------------------------------------
 
 
@@ -205,11 +247,20 @@ def test_equal_parts_of_an_axis() -> None:
     assert all(w.inputs[0].axis == 0 for w in found if w.inputs[0])
 
 
+@pytest.mark.parametrize("reps", [(1, 3), (2, 1), (2, 3), (0, 1)])
+def test_repetitions_of_an_axis(reps: tuple[int, int]) -> None:
+    found = check_all_ways(lambda x: lax.tile(x, reps), floats(4, 6))
+    split = {(w.inputs[0], w.outputs[0]) for w in found}
+    for axis, times in enumerate(reps):
+        assert ((Along(axis), Along(axis, times)) in split) == (times > 0)
+    assert all(all(w.inputs) for w in found)
+
+
 # -- what cannot run in pieces --------------------------------------------------------------------
 
 
 def _unsplittable() -> Iterator[Any]:
-    yield last(lambda x: lax.fft(x, "fft", (4,)), jnp.ones((6, 4), jnp.complex64))
+    yield last(lambda x: lax.fft(x, "fft", (6,)), jnp.ones((4, 6), jnp.complex64))
     yield last(lambda k: jax.random.bits(k, (6,)), jax.random.key(0, impl="rbg"))
     yield last(lambda k: jax.random.bits(k, (6,), jnp.uint8), jax.random.key(0))
     yield last(jax.vmap(lambda k: jax.random.bits(k, (6,))), jax.random.split(jax.random.key(0)))
