@@ -268,10 +268,14 @@ def rule_of(eqn: Any) -> Any | None:
     return None if wrapped is None else wrapped.f
 
 
-def backward_rule_of(eqn: Any) -> Any:
-    """Return the backward rule that the user gave a `custom_vjp_call`. Seen on 0.10.2, 0.12."""
-    rule = eqn.params["bwd"]
-    return getattr(rule, "f", rule)
+def custom_function_of(eqn: Any) -> Any:
+    """Return what tells the function of a `custom_jvp_call` or a `custom_vjp_call` from others.
+
+    This is the place of its source and its program. The rules themselves are wrapped anew whenever
+    the equation is evaluated. Seen on 0.10.2, 0.12.
+    """
+    called = eqn.params["call_jaxpr"]
+    return called.jaxpr.debug_info.func_src_info, str(called)
 
 
 def rule_identity(eqn: Any) -> tuple[Any, tuple[Any, ...]] | None:

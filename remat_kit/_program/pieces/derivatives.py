@@ -81,7 +81,7 @@ def _through_jvp(eqn: Any, given: Sequence[How], n: int) -> Way | None:
     way = through_body(eqn, given, n)
     if way is None or way.partial:
         return None
-    function = str(eqn.params["call_jaxpr"])
+    function = _jax.custom_function_of(eqn)
     if function in _being_checked.get():  # the rule of `relu`, for example, calls `relu`
         return way
     with _checking(function):
@@ -158,7 +158,7 @@ def _rules_of_vjp(eqn: Any, way: Way, n: int) -> _Vjp | None:
     if rules is None:
         return None
     count = len(way.outputs)
-    with _checking(_call_of_vjp(eqn, way)):
+    with _checking((_jax.custom_function_of(eqn), way.inputs)):
         first = inside(rules[0], way.inputs, n)
         if first is None or first.inputs != way.inputs or first.outputs[:count] != way.outputs:
             return None
@@ -174,17 +174,12 @@ def _rules_of_vjp(eqn: Any, way: Way, n: int) -> _Vjp | None:
     return _Vjp(first, second) if list(second.outputs) == expected else None
 
 
-def _call_of_vjp(eqn: Any, way: Way) -> Any:
-    """Return what tells a call of a `custom_vjp` function in pieces from others."""
-    return _jax.backward_rule_of(eqn), str(eqn.params["call_jaxpr"]), way.inputs
-
-
 def _through_vjp(eqn: Any, given: Sequence[How], n: int) -> Way | None:
     way = through_body(eqn, given, n)
     if way is None or way.partial or None in way.outputs or not all(_moving_outputs(eqn)):
         return None
-    if _call_of_vjp(eqn, way) in _being_checked.get():  # the forward rule calls the function
-        return way
+    if (_jax.custom_function_of(eqn), way.inputs) in _being_checked.get():
+        return way  # a rule calls its own function
     return way if _rules_of_vjp(eqn, way, n) is not None else None
 
 

@@ -137,3 +137,31 @@ def test_a_rule_may_call_its_own_function(order: int) -> None:
 def test_a_rule_may_call_another_function_with_the_same_body() -> None:
     assert ways(last(_other, floats(6, 4)), 6, In(0), Along(0)) == []
     assert len(ways(last(_other, floats(6, 4)), 4, In(0), Along(1))) == 1
+
+
+@jax.custom_jvp
+def _plain(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+@_plain.defjvp
+def _mixing_jvp(primals: Any, tangents: Any) -> Any:
+    (x,), (dx,) = primals, tangents
+    return _plain(x), dx - jnp.mean(dx, 0, keepdims=True)
+
+
+@jax.custom_jvp
+def _calling(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+@_calling.defjvp
+def _calling_jvp(primals: Any, tangents: Any) -> Any:
+    (x,), (dx,) = primals, tangents
+    return _calling(x), dx * _plain(x)
+
+
+def test_a_forward_rule_may_call_another_function_with_the_same_body() -> None:
+    """Its second derivative mixes pieces."""
+    assert ways(last(_calling, floats(6, 4)), 6, In(0), Along(0)) == []
+    assert len(ways(last(_calling, floats(6, 4)), 4, In(0), Along(1))) == 1
