@@ -69,7 +69,9 @@ def _of_matches(
     eqn: Any, matches: Sequence[_Match], n: int, where: In | Out, along: Along
 ) -> list[Way]:
     def how(atom: Any, dim: int | Partial | None) -> How:
-        return Along(dim, along.outer, along.inner) if isinstance(dim, int) else dim
+        if dim is None or isinstance(dim, Partial):
+            return dim
+        return Along(int(dim), along.outer, along.inner)  # `jax.vmap` makes them of NumPy's type
 
     found = []
     for ins, outs in matches:
@@ -327,6 +329,23 @@ def _gather(eqn: Any) -> list[_Match]:
         ((w, None), (d,))
         for w, d in zip(windows, dims.offset_dims, strict=True)
         if sizes[w] == source[w] and w not in dims.start_index_map
+    ]
+
+
+@_rule(_MATCHES, *(f"scatter{kind}" for kind in ("", "-add", "-sub", "-mul", "-min", "-max")))
+def _scatter(eqn: Any) -> list[_Match]:
+    """A batch is split, and so is an axis of which each update has all entries."""
+    dims = eqn.params["dimension_numbers"]
+    source, _, updates = map(shape_of, eqn.invars)
+    of_indices = [d for d in range(len(updates)) if d not in dims.update_window_dims]
+    batch = zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True)
+    found: list[_Match] = [((d, i, of_indices[i]), (d,)) for d, i in batch]
+    gone = (*dims.inserted_window_dims, *dims.operand_batching_dims)
+    windows = [d for d in range(len(source)) if d not in gone]
+    return found + [
+        ((d, None, u), (d,))
+        for d, u in zip(windows, dims.update_window_dims, strict=True)
+        if source[d] == updates[u] and d not in dims.scatter_dims_to_operand_dims
     ]
 
 

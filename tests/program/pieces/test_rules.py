@@ -178,6 +178,42 @@ def test_the_parts_of_an_axis_that_is_unstacked() -> None:
         assert found
 
 
+_PLACES = jnp.array([3, 0, 2, 2])
+
+
+def _at(place: Callable[[Any], Any], updates: Callable[[Any], Any]) -> Callable[..., Any]:
+    def scatter(x: Any, u: Any, kind: str) -> Any:
+        return getattr(place(x), kind)(updates(u), unique_indices=False)
+
+    return scatter
+
+
+def _batched(x: Any, u: Any, kind: str) -> Any:
+    def one(x: Any, u: Any, place: Any) -> Any:
+        return getattr(x.at[place], kind)(u[0])
+
+    return jax.vmap(one)(x, u, _PLACES)
+
+
+@pytest.mark.parametrize("kind", ["add", "set", "multiply", "min", "max", "subtract"])
+@pytest.mark.parametrize(
+    ("scatter", "axes"),
+    [
+        (_at(lambda x: x.at[:, _PLACES], lambda u: u[:, :4]), {0, 2}),
+        (_at(lambda x: x.at[_PLACES], lambda u: u), {1, 2}),
+        (_at(lambda x: x.at[:, _PLACES[0], _PLACES[2]], lambda u: u[:, 0, 0]), {0}),
+        (_batched, {0, 2}),
+    ],
+    ids=["middle", "first", "elements", "batched"],
+)
+def test_scatters(scatter: Any, axes: set[int], kind: str) -> None:
+    x, u = floats(4, 6, 3), floats(4, 6, 3, seed=1)
+    eqn = last(lambda x, u: scatter(x, u, kind), x, u)
+    assert eqn.primitive.name.startswith("scatter")
+    found = check_all_ways(lambda x, u: scatter(x, u, kind), x, u)
+    assert {w.outputs[0].axis for w in found if w.outputs[0]} == axes
+
+
 def test_fourier_transforms() -> None:
     def axes(fn: Any, x: Any) -> set[int]:
         return {how.axis for w in check_all_ways(fn, x) for how in w.inputs if how}
