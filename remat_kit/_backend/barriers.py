@@ -255,10 +255,10 @@ def batched_in_turn(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
     This is for the bodies of loops over pieces. Scores of attention have a cotangent that both
     gradients of their product read, often each in an order of axes of its own. In a loop, XLA's CPU
     compiler computes it once for each of them, and it is in memory twice, beside what it is
-    computed from. A barrier on the cotangent prevents that. The product of the weights and the
-    values is the other way round: its operand is large. Its two gradients wait for each other, so
-    that the weights can be freed. Barriers on the small arrays instead of the large ones, or on
-    both, take more memory for some shapes (jax 0.12).
+    computed from. A barrier on the cotangent prevents that. In the product of the attention weights
+    and the values, an operand is larger than the result. The two gradients of this product wait for
+    each other, so that the weights can be freed. A barrier on the cotangent of this product as well
+    makes XLA use more memory for some shapes (jax 0.12).
 
     Args:
         eqn: an equation.

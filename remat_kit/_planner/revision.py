@@ -19,6 +19,7 @@ REVISION = 3
 # Since 5, XLA's TPU compiler copies arguments again for the loop of the derivative. On CPUs and
 # GPUs, predictions count what an array leaves unused of the memory of a result, and on GPUs also
 # the sums of the gradients of kernels. Since 6, an array of constants that a loop over pieces reads
-# is counted, and on TPUs the derivative of a loss of one sequence does not scatter. Since 7, the
-# gradients of products with batch dimensions are computed one by one on CPUs.
-PIECES_REVISIONS = {"cpu": 7, "cuda": 6, "tpu": 6}
+# is counted, and on TPUs the derivative of a loss of one sequence does not scatter. Since 7, sums
+# of half precision are added up in float32, and on CPUs the gradients of products with batch
+# dimensions are computed one by one.
+PIECES_REVISIONS = {"cpu": 7, "cuda": 7, "tpu": 7}

@@ -71,7 +71,8 @@ def _of_matches(
     def how(atom: Any, dim: int | Partial | None) -> How:
         if dim is None or isinstance(dim, Partial):
             return dim
-        return Along(int(dim), along.outer, along.inner)  # `jax.vmap` makes them of NumPy's type
+        # `jax.vmap` writes some axes of gathers and scatters as NumPy's integers.
+        return Along(int(dim), along.outer, along.inner)
 
     found = []
     for ins, outs in matches:

@@ -47,8 +47,7 @@ class Partial(enum.Enum):
         """Return the type in which contributions of a type are joined.
 
         Sums of half precision are added up in float32 and rounded once at the end. Otherwise each
-        piece would add an error, and a gradient in 128 pieces had ten times the rounding of the
-        whole one.
+        piece would add a rounding error, and the error would grow with the number of pieces.
 
         >>> Partial.SUM.dtype(jnp.bfloat16), Partial.MAX.dtype(jnp.bfloat16)
         (dtype('float32'), dtype(bfloat16))
@@ -57,7 +56,7 @@ class Partial(enum.Enum):
         return jnp.dtype(jnp.float32 if self is Partial.SUM and is_half else dtype)
 
     def join(self, a: Any, b: Any) -> Any:
-        """Add a contribution ``b`` to those that ``a`` has, in the type of ``a``."""
+        """Join a contribution ``b`` with all earlier ones, ``a``, in the type of ``a``."""
         b = b.astype(a.dtype)
         if self is Partial.SUM:
             return a + b if a.dtype != bool else a | b
