@@ -81,6 +81,11 @@ class Backend:
         return self.has(_facts.RECOMPUTES_REGIONS_EARLY)
 
     @property
+    def puts_off_gradients(self) -> bool:
+        """Whether the gradients of weights are computed late, if no barrier prevents it."""
+        return self.has(_facts.DELAYS_WEIGHT_GRADIENTS)
+
+    @property
     def makes_zeros_first(self) -> bool:
         """Whether the zeros of accumulated gradients are allocated before everything else."""
         return self.has(_facts.MAKES_ZEROS_FIRST)

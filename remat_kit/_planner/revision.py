@@ -21,5 +21,6 @@ REVISION = 3
 # the sums of the gradients of kernels. Since 6, an array of constants that a loop over pieces reads
 # is counted, and on TPUs the derivative of a loss of one sequence does not scatter. Since 7, sums
 # of half precision are added up in float32, and on CPUs the gradients of products with batch
-# dimensions are computed one by one.
-PIECES_REVISIONS = {"cpu": 7, "cuda": 7, "tpu": 7}
+# dimensions are computed one by one. Since 8, predictions for GPUs count that an array may lie in
+# the memory of a large gradient until the end.
+PIECES_REVISIONS = {"cpu": 7, "cuda": 8, "tpu": 7}

@@ -91,6 +91,21 @@ def test_what_an_array_leaves_unused_counts_in_a_program_in_pieces():
     assert [found[i] for i in (0, 2, 4)] == [3 * 1024, 2 * 1024 + 256, 1024 + 2 * 256]
 
 
+@pytest.mark.parametrize(("chip", "expected"), [("cpu", 1024), ("h100", 256)])
+def test_a_gpu_puts_off_a_gradient_larger_than_what_it_is_computed_from(chip, expected):
+    def loss(w, v, x):  # an array of 768 bytes, then a product of one row of 64 bytes
+        return jnp.sum(jnp.sum(jnp.tanh(x @ w), axis=0, keepdims=True) @ v)
+
+    args = struct(16, 16), struct(16, 16), struct(12, 16)
+    graph = _build.trace(loss, args, target(chip), 1)
+    assert max(t.gradient_bytes for t in graph.tensors) == 1024
+    in_pieces = dataclasses.replace(graph, divided=divided(graph.program, []))
+    # Without that, nothing is there for it: the array is freed after the gradient is computed.
+    assert set(graph.standing_bytes) == {1024}
+    assert in_pieces.standing_bytes[-1] == expected
+    assert in_pieces.standing_bytes[0] == 1024  # the array of 768 bytes is free by then
+
+
 def test_gradients_of_an_iteration_are_no_results_yet():
     def loss(ws, x):
         return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0])
