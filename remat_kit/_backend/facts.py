@@ -112,6 +112,14 @@ REUSES_RESULTS = Fact(
     {"cpu": RELEASES, "cuda": RELEASES},
 )
 
+PUTS_OFF_LARGE_GRADIENTS = Fact(
+    "puts_off_large_gradients",
+    "The gradient of a weight that takes many times the bytes that it is computed from is computed "
+    "at the end of the program, unless its product is in a region. Until then temporary arrays may "
+    "lie in its memory.",
+    {"cuda": RELEASES},
+)
+
 OVERWRITES_THROUGH_VIEWS = Fact(
     "overwrites_through_views",
     "A fused operation writes its result over an operand that it reads through a bitcast, so that "

@@ -81,9 +81,9 @@ class Backend:
         return self.has(_facts.RECOMPUTES_REGIONS_EARLY)
 
     @property
-    def puts_off_gradients(self) -> bool:
-        """Whether the gradients of weights are computed late, if no barrier prevents it."""
-        return self.has(_facts.DELAYS_WEIGHT_GRADIENTS)
+    def puts_off_large_gradients(self) -> bool:
+        """Whether gradients much larger than what they are computed from are computed last."""
+        return self.has(_facts.PUTS_OFF_LARGE_GRADIENTS)
 
     @property
     def makes_zeros_first(self) -> bool:

@@ -238,6 +238,21 @@ def reuses_results(platform):
     return Answer(found < 0.4, f"{found:.2g} arrays beside the result")
 
 
+def puts_off_large_gradients(platform):
+    """The gradient of the last layer takes 57 times the bytes that it is computed from."""
+
+    def loss(ws, wide, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(jnp.tanh(x.reshape(32, -1) @ wide))
+
+    args = [struct(512, 512)] * 4, struct(32 * 512, 2048), struct(1024, 512)
+    lines = in_order(jax.grad(loss, argnums=(0, 1)), *args, platform=platform)
+    last = results(lines, 32 * 512, 2048)[-1]
+    others = results(lines, 512, 512)
+    return Answer(last > max(others), f"{sum(i < last for i in others)} of {len(others)} before it")
+
+
 def overwrites_through_views(platform):
     """A product is read in the shape of heads for the last time, and the result as a matrix."""
     n, heads = 4096, 16

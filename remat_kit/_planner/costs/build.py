@@ -495,7 +495,7 @@ class _Builder:
             self.stacked,
             reuses=self.backend.reuses_outputs,
             early=self.backend.recomputes_regions_early and not self.stacked,
-            puts_off=self.backend.puts_off_gradients and not self.stacked,
+            puts_off=self.backend.puts_off_large_gradients and not self.stacked,
             partition=None if self.shards is None else Partition(self.shards, self.gradients),
         )
 

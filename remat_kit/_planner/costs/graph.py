@@ -227,7 +227,7 @@ class CostGraph:
         early: whether the compiler may recompute a region around regions before the derivatives of
             the later equations outside of all regions have run. XLA:CPU does, because it removes
             the barriers before it orders the operations (jax 0.12).
-        puts_off: whether the compiler computes the gradients of weights late.
+        puts_off: whether the compiler computes large gradients at the end of the program.
     """
 
     tensors: tuple[Tensor, ...]
@@ -300,9 +300,9 @@ class CostGraph:
         """Return whether a gradient is computed at the end of the program.
 
         XLA:GPU puts off a product that frees much less memory than its result takes. The gradient
-        of the first dense layer of VGG-16 takes 55 times the bytes that it is computed from, and is
-        the last operation of the program (h100, jax 0.11 and 0.12). Like `_reusing`, this counts
-        only in a program with segments in pieces.
+        of the first dense layer of VGG-16 takes 55 times the bytes that it is computed from. If a
+        schedule recomputes the product, its gradient is not put off, which is not known here. Like
+        `_reusing`, this counts only in a program with segments in pieces.
         """
         e = self.equations[tensor.users[-1]]
         if not self.puts_off or self.divided is None or e.primitive != "dot_general":
