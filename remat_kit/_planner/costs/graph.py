@@ -35,8 +35,9 @@ from remat_kit._apply.divide import Divided
 from remat_kit._program.program import Program
 from remat_kit._program.sharding import Shards
 
-# A product is put off if its result has more bytes than this many times what it is computed from.
-# Seen for 55 times. The gradients of AlexNet's dense layers have at most 3 times.
+# A gradient counts as put off if it has more than this many times the bytes that it is computed
+# from. XLA puts off that of VGG-16's first dense layer, which has 55 times the bytes. Those of
+# AlexNet have at most 3 times, and its plans are predicted well without this rule (h100).
 _PUT_OFF_FROM = 4
 
 # -- the graph ----------------------------------------------------------------------------------
@@ -299,10 +300,10 @@ class CostGraph:
     def _is_put_off(self, tensor: Tensor) -> bool:
         """Return whether a gradient is computed at the end of the program.
 
-        XLA:GPU puts off a product that frees much less memory than its result takes. The gradient
-        of the first dense layer of VGG-16 takes 55 times the bytes that it is computed from. If a
-        schedule recomputes the product, its gradient is not put off, which is not known here. Like
-        `_reusing`, this counts only in a program with segments in pieces.
+        XLA:GPU puts off a product that frees much less memory than its result takes. In a region,
+        our barrier between the two gradients of a product prevents that (`without_delay`). The
+        graph does not know the regions of a schedule, so it may then predict too little. Like the
+        unused bytes of `_reusing`, this counts only in a program with segments in pieces.
         """
         e = self.equations[tensor.users[-1]]
         if not self.puts_off or self.divided is None or e.primitive != "dot_general":

@@ -100,10 +100,12 @@ def test_a_gpu_puts_off_a_gradient_larger_than_what_it_is_computed_from(chip, ex
     graph = _build.trace(loss, args, target(chip), 1)
     assert max(t.gradient_bytes for t in graph.tensors) == 1024
     in_pieces = dataclasses.replace(graph, divided=divided(graph.program, []))
-    # Without that, nothing is there for it: the array is freed after the gradient is computed.
+    # Without pieces, the gradient counts as computed before the array of 768 bytes is freed, so
+    # that the array cannot lie in its memory.
     assert set(graph.standing_bytes) == {1024}
+    # Otherwise 256 of its bytes are unused while the array is there, and all once it is freed.
     assert in_pieces.standing_bytes[-1] == expected
-    assert in_pieces.standing_bytes[0] == 1024  # the array of 768 bytes is free by then
+    assert in_pieces.standing_bytes[0] == 1024
 
 
 def test_gradients_of_an_iteration_are_no_results_yet():
