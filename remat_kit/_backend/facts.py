@@ -115,8 +115,8 @@ REUSES_RESULTS = Fact(
 PUTS_OFF_LARGE_GRADIENTS = Fact(
     "puts_off_large_gradients",
     "The gradient of a weight that takes many times the bytes that it is computed from is computed "
-    "at the end of the program, unless a barrier prevents it, as ours does in a region. Until then "
-    "temporary arrays may lie in its memory.",
+    "at the end of the program. Until then temporary arrays may lie in its memory, so we put no "
+    "barrier there.",
     {"cuda": RELEASES},
 )
 

@@ -121,6 +121,10 @@ def test_products_without_weights_have_no_barrier():
         (jnp.matmul, (x, x), False),  # with a batch dimension, as the scores of an attention
         (jnp.add, (y, y), False),
         (lambda x: x @ y, (x,), True),
+        # A gradient much larger than what it is computed from may be put off, a cotangent may not.
+        (jnp.matmul, (np.ones((1, 12), np.float32), np.ones((12, 12), np.float32)), False),
+        (jnp.matmul, (np.ones((1, 8), np.float32), np.ones((8, 8), np.float32)), True),
+        (jnp.matmul, (np.ones((12, 12), np.float32), np.ones((12, 1), np.float32)), True),
     ):
         eqn = jax.make_jaxpr(fn)(*args).eqns[-1]
         assert _barriers.has_weight_gradient(eqn) is expected

@@ -32,13 +32,9 @@ from typing import Any
 import numpy as np
 
 from remat_kit._apply.divide import Divided
+from remat_kit._backend import barriers as _barriers
 from remat_kit._program.program import Program
 from remat_kit._program.sharding import Shards
-
-# A gradient counts as put off if it has more than this many times the bytes that it is computed
-# from. XLA puts off that of VGG-16's first dense layer, which has 55 times the bytes. Those of
-# AlexNet have at most 3 times, and its plans are predicted well without this rule (h100).
-_PUT_OFF_FROM = 4
 
 # -- the graph ----------------------------------------------------------------------------------
 
@@ -300,16 +296,13 @@ class CostGraph:
     def _is_put_off(self, tensor: Tensor) -> bool:
         """Return whether a gradient is computed at the end of the program.
 
-        XLA:GPU puts off a product that frees much less memory than its result takes. In a region,
-        our barrier between the two gradients of a product prevents that (`without_delay`). The
-        graph does not know the regions of a schedule, so it may then predict too little. Like the
-        unused bytes of `_reusing`, this counts only in a program with segments in pieces.
+        Like the unused bytes of `_reusing`, this counts only in a program with segments in pieces.
         """
-        e = self.equations[tensor.users[-1]]
-        if not self.puts_off or self.divided is None or e.primitive != "dot_general":
+        if not self.puts_off or self.divided is None:
             return False
-        other = sum(self.tensors[t].bytes for t in (*e.reads, *e.makes))
-        return tensor.gradient_bytes > _PUT_OFF_FROM * other
+        eqn = self.program.eqns[tensor.users[-1]]
+        is_weight = eqn.invars[-1] is self.program.invars[tensor.index]
+        return is_weight and _barriers.has_large_gradient(eqn)
 
     def _reusing(self, size: int, begins: Sequence[int]) -> list[tuple[int, int]]:
         """Return which arrays lie in the memory that is reserved for gradients of some size.
