@@ -75,6 +75,14 @@ PADS_IMAGES = Fact(
     {"tpu": RELEASES},
 )
 
+COPIES_BETWEEN_LOOPS = Fact(
+    "copies_between_loops",
+    "Where two loops over pieces of the images run one after the other in different numbers of "
+    "pieces, the array between them may be stored in an order of axes for each loop, so that it or "
+    "its cotangent is in memory twice. Plans run such loops in equal numbers of pieces.",
+    {"tpu": RELEASES},
+)
+
 COPIES_STACKED_INPUTS = Fact(
     "copies_stacked_inputs",
     "A stacked input of a scan that only such products read is copied to bfloat16 before the first "

@@ -86,6 +86,11 @@ class Backend:
         return self.has(_facts.PUTS_OFF_LARGE_GRADIENTS)
 
     @property
+    def copies_between_loops(self) -> bool:
+        """Whether an array between unlike loops over images may be in memory twice."""
+        return self.has(_facts.COPIES_BETWEEN_LOOPS)
+
+    @property
     def makes_zeros_first(self) -> bool:
         """Whether the zeros of accumulated gradients are allocated before everything else."""
         return self.has(_facts.MAKES_ZEROS_FIRST)
