@@ -77,9 +77,9 @@ PADS_IMAGES = Fact(
 
 COPIES_BETWEEN_LOOPS = Fact(
     "copies_between_loops",
-    "Where two loops over pieces of the images run one after the other in different numbers of "
-    "pieces, the array between them may be stored in an order of axes for each loop, so that it or "
-    "its cotangent is in memory twice. Plans run such loops in equal numbers of pieces.",
+    "A loop over pieces of at least 128 images may store arrays with the images innermost, and one "
+    "over smaller pieces with the channels innermost. An array between the two, or its cotangent, "
+    "is then in memory twice. Plans run them in equal numbers of pieces.",
     {"tpu": RELEASES},
 )
 

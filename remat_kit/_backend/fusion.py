@@ -202,7 +202,7 @@ def _rounded(flow: FusionFlow) -> set[int]:
     return {t for t in found - whole if flow.avals[t].dtype == jnp.float32}
 
 
-_LANES = 128  # elements in a row of a tile
+LANES = 128  # elements in a row of a tile
 
 
 def _padded(flow: FusionFlow) -> dict[int, int]:
@@ -225,7 +225,7 @@ def _padded(flow: FusionFlow) -> dict[int, int]:
             shape = flow.avals[t].shape  # on one device, and of what a view shows
             if len(shape) == len(whole) and all(map(operator.le, shape, whole)):
                 sizes = [shape[axis] for axis in spec[:2]]
-                rows[shape] = min((-(-n // _LANES) * _LANES / n for n in sizes if n), default=1.0)
+                rows[shape] = min((-(-n // LANES) * LANES / n for n in sizes if n), default=1.0)
     return {
         t: round(rows[aval.shape] * _ops.nbytes(aval))
         for t, aval in enumerate(flow.avals)

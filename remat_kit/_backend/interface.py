@@ -85,10 +85,13 @@ class Backend:
         """Whether gradients much larger than what they are computed from are computed last."""
         return self.has(_facts.PUTS_OFF_LARGE_GRADIENTS)
 
-    @property
-    def copies_between_loops(self) -> bool:
-        """Whether an array between unlike loops over images may be in memory twice."""
-        return self.has(_facts.COPIES_BETWEEN_LOOPS)
+    def copies_between_loops(self, images: int, others: int) -> bool:
+        """Return whether an array between two loops over images may be in memory twice.
+
+        ``images`` and ``others`` are the images of one piece of each loop.
+        """
+        tile = _fusion.LANES
+        return self.has(_facts.COPIES_BETWEEN_LOOPS) and (images < tile) != (others < tile)
 
     @property
     def makes_zeros_first(self) -> bool:

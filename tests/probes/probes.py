@@ -6,6 +6,7 @@ answers whether the fact holds there, with the figures that show it.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import re
 from unittest import mock
@@ -158,6 +159,35 @@ def pads_images(platform):
     return Answer(
         few > 0.9 * many, f"{few / 2**20:.4g} MiB, and {many / 2**20:.4g} for twice as many"
     )
+
+
+def copies_between_loops(platform):
+    """Two loops over images, in 16 and 8 pieces, and both in 16."""
+
+    def half(kernels, x):
+        for kernel in kernels:
+            x = jnp.tanh(convolution(x, kernel))
+        return x[:, ::2, ::2]
+
+    def in_pieces(kernels, x, pieces):
+        parts = x.reshape(pieces, -1, *x.shape[1:])
+        parts = jax.lax.map(jax.checkpoint(functools.partial(half, kernels)), parts)
+        return parts.reshape(-1, *parts.shape[2:])
+
+    def loss(first, second, x, last):
+        x = in_pieces(second, in_pieces(first, x, 16), last)
+        return jnp.sum(x * x)
+
+    kernels = [struct(3, 3, 64, 128), struct(3, 3, 128, 64)]
+    args = kernels, kernels, struct(1024, 28, 28, 64)
+    unlike, alike = (
+        temporaries(
+            jax.grad(functools.partial(loss, last=last), argnums=(0, 1)), *args, platform=platform
+        )
+        for last in (8, 16)
+    )
+    figures = f"{unlike / 2**20:.4g} MiB, and {alike / 2**20:.4g} in equal pieces"
+    return Answer(alike < 0.95 * unlike, figures)
 
 
 def copies_stacked_inputs(platform):

@@ -15,7 +15,7 @@ then planned like any other program (module `divided`):
 3. The number of pieces is the smallest power of two at which the segment is no longer what needs
    the most memory. Of several axes the fastest one wins: where pieces read the weights as a whole,
    they read them k times. On TPUs, segments that follow each other and divide the images of
-   convolutions get equal numbers of pieces.
+   convolutions get equal numbers of pieces, unless their pieces are stored alike in any case.
 
 Example: GPT-2 with 12 layers and a batch of 8 has logits of 1570 MiB, scores of 384 MiB in each
 block and hidden layers of 96 MiB. The first variant has the loss head in pieces, the second the
@@ -84,12 +84,12 @@ class PieceWay:
     Attributes:
         division: the segment, the axis and the number of pieces.
         cost: what it costs.
-        divides_images: whether each piece has some of the images of a convolution.
+        images: how many images of a convolution a piece has, or 0 if they are not divided.
     """
 
     division: Division
     cost: PieceCost
-    divides_images: bool
+    images: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,7 +312,7 @@ class _SegmentSearch:
         self.sizes = [_size(_aval(graph, t.index), t.shape) for t in graph.tensors]
         partition = graph.partition
         self.shards = {} if partition is None else partition.shards.by_variable(graph.program)
-        self.known: dict[Any, tuple[tuple[int, int, PieceCost, bool], ...]] = {}
+        self.known: dict[Any, tuple[tuple[int, int, PieceCost, int], ...]] = {}
 
     # .. which segments
 
@@ -352,8 +352,7 @@ class _SegmentSearch:
     def divisions(self, most: float) -> list[Division]:
         """Return the segments in so many pieces that each needs at most some bytes."""
         ways = [o.fitting(most) for o in self.options]
-        if Backend(self.chip.platform).copies_between_loops:
-            ways = in_equal_pieces(self.options, ways)
+        ways = in_equal_pieces(self.options, ways, Backend(self.chip.platform))
         return [dataclasses.replace(w.division, loop=self.loop) for w in ways]
 
     def largest_working_set(self) -> float:
@@ -435,8 +434,8 @@ class _SegmentSearch:
         if key not in self.known:
             self.known[key] = tuple(self.costs(part, inside, active))
         return tuple(
-            PieceWay(Division(start, stop, pieces, place, axis), cost, of_images)
-            for axis, pieces, cost, of_images in self.known[key]
+            PieceWay(Division(start, stop, pieces, place, axis), cost, images)
+            for axis, pieces, cost, images in self.known[key]
         )
 
     def active(self, start: int, stop: int) -> set[int]:
@@ -462,8 +461,8 @@ class _SegmentSearch:
 
     def costs(
         self, part: Any, place: tuple[int, int], active: set[int]
-    ) -> Iterator[tuple[int, int, PieceCost, bool]]:
-        """Yield axes, numbers of pieces, what they cost, and whether they divide images."""
+    ) -> Iterator[tuple[int, int, PieceCost, int]]:
+        """Yield axes, numbers of pieces, what they cost, and how many images a piece has."""
         number = {v: k for k, v in enumerate(part.invars)}
         value = part.eqns[place[0]].outvars[place[1]]
         for axis in range(len(value.aval.shape)):
@@ -480,7 +479,7 @@ class _SegmentSearch:
                 if least is not None and cost.backward_bytes > 0.95 * least:
                     break
                 least = cost.backward_bytes
-                yield axis, pieces, cost, of_images
+                yield axis, pieces, cost, loop.size if of_images else 0
                 pieces *= 2
 
     def is_whole_along(self, split: Split) -> bool:
@@ -515,26 +514,32 @@ class _SegmentSearch:
         return of
 
 
-def in_equal_pieces(options: Sequence[Option], ways: Sequence[PieceWay]) -> list[PieceWay]:
-    """Return ways in which segments that follow each other divide images into equal pieces.
+def in_equal_pieces(
+    options: Sequence[Option], ways: Sequence[PieceWay], backend: Backend
+) -> list[PieceWay]:
+    """Return ways in which segments that follow each other store their images alike.
 
-    The largest number of pieces of a run of such segments is that of all, where a segment can have
-    it. An AlexNet for 1,024 images then takes 731 MiB in 16, 16 and 16 pieces, in place of 887 in
-    16, 16 and 8 (v5e, jax 0.12).
+    Where the compiler would copy an array between two segments of such a run, the segments with
+    more images in a piece get the largest number of pieces of the run, if they can have it. An
+    AlexNet for 1,024 images then takes 731 MiB in 16, 16 and 16 pieces, in place of 887 in 16, 16
+    and 8 (v5e, jax 0.12).
 
     Args:
         options: segments, in the order of the program.
         ways: one way for each of them.
+        backend: the compiler.
     """
     out = list(ways)
-    places = [k for k, way in enumerate(ways) if way.divides_images]
+    places = [k for k, way in enumerate(ways) if way.images]
     while places:
-        first = last = places.pop(0)
-        while places and places[0] == last + 1 and options[last].stop == options[last + 1].start:
-            last = places.pop(0)
-        most = max(w.division.pieces for w in ways[first : last + 1])
-        for k in range(first, last + 1):
-            out[k] = options[k].in_pieces(ways[k].division.axis, most) or ways[k]
+        run = [places.pop(0)]
+        while places and options[run[-1]].stop == options[places[0]].start:
+            run.append(places.pop(0))
+        images = [ways[k].images for k in run]
+        most = max(ways[k].division.pieces for k in run)
+        for k in run:
+            if backend.copies_between_loops(ways[k].images, min(images)):
+                out[k] = options[k].in_pieces(ways[k].division.axis, most) or ways[k]
     return out
 
 
