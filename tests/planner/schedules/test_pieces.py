@@ -13,6 +13,7 @@ from zoo import load
 
 import remat_kit
 from remat_kit import UserError, frontier, plan, policy, target
+from remat_kit._backend.interface import Backend
 from remat_kit._planner.costs import build
 from remat_kit._planner.schedules import pieces
 from remat_kit._planner.schedules.mincut import TIME
@@ -86,6 +87,48 @@ def scan_between_products(params, x):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chip", "before", "after"),
+    [
+        ("tpu-v5e", (16, 8), (16, 16)),  # 64 and 128 images in a piece
+        ("tpu-v5e", (4, 8, 16), (16, 16, 16)),
+        ("tpu-v5e", (32, 16), (32, 16)),  # 32 and 64, stored alike
+        ("tpu-v5e", (8, 4), (8, 4)),  # 128 and 256
+        ("tpu-v5e", (64, 8), (64, 8)),  # the second cannot run in 64 pieces
+        ("tpu-v5e", (16, None, 8), (16, None, 8)),  # a segment between them has no images
+        ("h100", (16, 8), (16, 8)),
+    ],
+)
+def test_segments_that_follow_each_other_store_their_images_alike(chip, before, after):
+    cost = build.PieceCost(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def way(place, count):
+        of_images = count is not None
+        division = pieces.Division(place, place + 1, count or 2, (place, 0), 0)
+        return pieces.PieceWay(division, cost, 1024 // count if of_images else 0)
+
+    options = [
+        pieces.Option(k, k + 1, tuple(way(k, count and n) for n in (2, 4, 8, 16, 32)))
+        for k, count in enumerate(before)
+    ]
+    ways = [way(k, count) for k, count in enumerate(before)]
+    found = pieces.in_equal_pieces(options, ways, Backend(target(chip).platform))
+    assert tuple(w.division.pieces if w.images else None for w in found) == after
+
+
+def test_the_images_of_convolutions_are_divided_alike_on_a_tpu():
+    fn, args = load("alexnet").build(batch=1024)
+    graph = build.trace(fn, args, target("tpu-v5e"))
+    pairs = [
+        (1024 // a.pieces, 1024 // b.pieces)
+        for v in pieces.variants(graph, target("tpu-v5e"))
+        for a, b in itertools.pairwise(v.divided.divisions)
+        if a.stop == b.start and a.axis == b.axis == 0
+    ]
+    assert (64, 64) in pairs  # without the rule (64, 128)
+    assert all((a < 128) == (b < 128) for a, b in pairs), pairs
+
+
 def test_a_segment_with_a_scan_inside_leaves_the_body_of_the_scan_whole():
     shapes = (4, 8), (16, 512), (8, 16)
     scales, wide, x = (jax.random.normal(jax.random.key(0), shape) for shape in shapes)
