@@ -545,16 +545,14 @@ class Search:
 
         For a point without pieces these are all others without pieces, if two are compiled: one is
         usually the program without regions, whose error says little about programs with regions.
-        For a point with pieces they are those that divide the program alike; without any, those
-        that divide the same segments along the same axes into other numbers of pieces.
+        For a point with pieces they are those that divide the program alike. Points that divide the
+        same segments into other numbers of pieces are not compared: correcting predictions by their
+        errors was tried, and made most of them worse.
         """
-        point = self.points[place]
-        compiled = [p for p in self.known if self.measured(p)]
-        alike = [p for p in compiled if self.points[p].graph is point.graph]
-        if point.graph is None:
-            return alike if len(alike) > 1 else []
-        segments = _segments(point)
-        return alike or [p for p in compiled if _segments(self.points[p]) == segments]
+        graph = self.points[place].graph
+        compiled = (p for p in self.known if self.measured(p))
+        alike = [p for p in compiled if self.points[p].graph is graph]
+        return alike if graph is not None or len(alike) > 1 else []
 
     def predicted_leaner(self, place: int) -> int:
         """Return the predicted peak of a leaner point, which saves less than the first point.
@@ -733,10 +731,3 @@ def _seconds(compiled: Compiled) -> float:
     chip = compiled.chip
     moves = collectives(program, origins, chip, compiled.meshes)
     return estimate(program, chip, origins, chip_name=chip.name, **link_times(moves)).seconds
-
-
-def _segments(point: Point) -> list[tuple[Any, ...]]:
-    """Return the segments that a point runs in pieces, each with its axis."""
-    divided = None if point.graph is None else point.graph.divided
-    divisions = divided.divisions if divided else ()
-    return [(d.start, d.stop, d.axis, d.loop) for d in divisions]
