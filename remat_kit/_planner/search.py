@@ -519,6 +519,26 @@ class Search:
         compiled points, it adds the error of the nearest one. Only points that `compiled_alike`
         returns are compared. If there are none, the model's own prediction is returned.
         """
+        return self.corrected(place, self.compiled_alike(place))
+
+    def compared(self, place: int) -> int:
+        """Return the prediction by which a point is compared with others, to find the lowest peak.
+
+        Where nothing was compiled that divides the program like a point, those that divide the same
+        segments into other numbers of pieces correct it. If one of these compiled to more than its
+        prediction, a number of pieces that was not tried would look better only because nothing
+        corrects it. As a prediction of the peak, the model's own is better than this correction,
+        because the errors of other numbers of pieces differ.
+        """
+        alike = self.compiled_alike(place)
+        segments = _segments(self.points[place])
+        if not alike and segments:
+            compiled = (p for p in self.known if self.measured(p))
+            alike = [p for p in compiled if _segments(self.points[p]) == segments]
+        return self.corrected(place, alike)
+
+    def corrected(self, place: int, alike: Sequence[int]) -> int:
+        """Return the predicted peak of a point, corrected by those of some compiled points."""
         if place in self.known and self.measured(place):
             return self.measured(place) or 0
         if place in self.refused:
@@ -526,10 +546,7 @@ class Search:
         own = self.points[place].predicted_peak_bytes
         if place in self.leaner:
             return self.predicted_leaner(place)
-        pairs = sorted(
-            (self.points[p].predicted_peak_bytes, self.measured(p) or 0)
-            for p in self.compiled_alike(place)
-        )
+        pairs = sorted((self.points[p].predicted_peak_bytes, self.measured(p) or 0) for p in alike)
         if not pairs:
             return own
         below = [pair for pair in pairs if pair[0] <= own]
@@ -545,9 +562,7 @@ class Search:
 
         For a point without pieces these are all others without pieces, if two are compiled: one is
         usually the program without regions, whose error says little about programs with regions.
-        For a point with pieces they are those that divide the program alike. Points that divide the
-        same segments into other numbers of pieces are not compared: correcting predictions by their
-        errors was tried, and made most of them worse.
+        For a point with pieces they are those that divide the program alike.
         """
         graph = self.points[place].graph
         compiled = (p for p in self.known if self.measured(p))
@@ -579,7 +594,7 @@ class Search:
                 return None
             best = min(new, key=self.smallest)
             least = min(self.measured(p) or _NEVER for p in self.known)
-            if self.predicted(best) < least or self.count() < 3:
+            if self.compared(best) < least or self.count() < 3:
                 return best
             # The model's errors differ from one program with pieces to the next, so one with a
             # higher prediction may compile to less memory. Those with the least work come first.
@@ -597,7 +612,7 @@ class Search:
 
     def smallest(self, place: int) -> tuple[int, float]:
         """Return a sort key: the predicted peak memory first, then the extra work."""
-        return self.predicted(place), self.points[place].extra_work
+        return self.compared(place), self.points[place].extra_work
 
     def free(self) -> list[int]:
         return [p for p, point in enumerate(self.points) if (self.allowed or self.cheap)(point)]
@@ -731,3 +746,10 @@ def _seconds(compiled: Compiled) -> float:
     chip = compiled.chip
     moves = collectives(program, origins, chip, compiled.meshes)
     return estimate(program, chip, origins, chip_name=chip.name, **link_times(moves)).seconds
+
+
+def _segments(point: Point) -> list[tuple[Any, ...]]:
+    """Return the segments that a point runs in pieces, each with its axis."""
+    divided = None if point.graph is None else point.graph.divided
+    divisions = divided.divisions if divided else ()
+    return [(d.start, d.stop, d.axis, d.loop) for d in divisions]

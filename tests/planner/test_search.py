@@ -412,15 +412,12 @@ def test_plans_with_pieces_are_compared_with_one_without(monkeypatch, is_least):
     assert found.predicted_peak_bytes == least
 
 
-def test_predictions_with_pieces_are_corrected_by_plans_of_the_same_program(monkeypatch):
+def test_predictions_with_pieces_are_corrected_by_plans_that_divide_alike(monkeypatch):
     def compiled(self, place):
         return 2 * self.points[place].predicted_peak_bytes, 0.0
 
     def own(place):
         return search.points[place].predicted_peak_bytes
-
-    def segments(point):
-        return [(d.start, d.stop, d.axis) for d in point.graph.divided.divisions]
 
     pretended(monkeypatch, compiled)
     search = search_of(head, ARGS, compiles=1, pieces=True)
@@ -428,17 +425,18 @@ def test_predictions_with_pieces_are_corrected_by_plans_of_the_same_program(monk
     search.compile(search.plain)
     search.compile(known)
     first = search.points[known]
-    others = set()
+    segments = _search._segments(first)
     for place, point in enumerate(search.points):
         if not search.is_new(place) or place in search.leaner:
             continue
         is_alike = point.graph is first.graph
-        corrected = own(place) + own(known) if is_alike else own(place)
-        assert search.predicted(place) == corrected
-        if point.graph is not None and not is_alike:
-            others.add(segments(point) == segments(first))
+        assert search.predicted(place) == own(place) + is_alike * own(known)
+        # Other numbers of pieces correct it only to be compared with other plans.
+        is_alike |= _search._segments(point) == segments
+        assert search.compared(place) == own(place) + is_alike * own(known)
     # There are plans of the same segments in fewer pieces, and plans of other segments.
-    assert others == {True, False}
+    others = [point for point in search.points if point.graph not in (None, first.graph)]
+    assert {_search._segments(point) == segments for point in others} == {True, False}
 
 
 def test_a_program_on_one_device_is_not_searched_further():
