@@ -325,11 +325,16 @@ class PieceLoop:
         for i, way in self.split.ways.items():
             reads = zip(eqns[i].invars, way.inputs, strict=True)
             values = [read(v, h) for v, h in reads]
-            outs = _rewrites.evaluated_on_piece(eqns[i], values)
+            outs = _rewrites.evaluated_on_piece(eqns[i], values, self._summed)
             if outs is None:
                 outs = on_piece(eqns[i], way, values, piece)
             made.update(zip(eqns[i].outvars, outs, strict=True))
         return [made[v] for v in wanted]
+
+    @functools.cached_property
+    def _summed(self) -> set[int]:
+        eqns = (self.split.program.eqns[i] for i in self.split.ways)
+        return {e.invars[0].aval.size for e in eqns if e.primitive is lax.reduce_sum_p}
 
     # .. the loops
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -145,6 +146,14 @@ once = barrier(_facts.COMPUTES_RESULTS_AGAIN.backends)
 again = barrier(_facts.KEEPS_COPIES_FOR_DERIVATIVES.backends)
 kernel_first = barrier(_facts.DELAYS_KERNEL_GRADIENTS.backends)
 _in_turn = barrier(_facts.DELAYS_BATCHED_GRADIENTS.backends, backward_only=True)
+_in_turn_unless_fused = barrier(
+    tuple(
+        b
+        for b in _facts.DELAYS_BATCHED_GRADIENTS.backends
+        if b not in _facts.FUSES_PRODUCTS_WITH_SUMS.backends
+    ),
+    backward_only=True,
+)
 _side_by_side = barrier(
     _facts.DELAYS_WEIGHT_GRADIENTS.backends, backward_only=True, one_device=True
 )
@@ -250,7 +259,9 @@ def without_delay_equations(eqn: Any) -> list[Any]:
     return _side_by_side.before(eqn) if has_weight_gradient(eqn) else [eqn]
 
 
-def batched_in_turn(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
+def batched_in_turn(
+    eqn: Any, values: Sequence[Any], summed: Collection[int] = ()
+) -> list[Any] | None:
     """Evaluate a product with batch dimensions so that its gradients are computed one by one.
 
     This is for the bodies of loops over pieces. Scores of attention have a cotangent that both
@@ -261,9 +272,14 @@ def batched_in_turn(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
     each other, so that the weights can be freed. A barrier on the cotangent of this product as well
     makes XLA use more memory for some shapes (jax 0.12).
 
+    If a piece of the weights has many rows in float32, XLA fuses the product in the derivative of
+    the softmax with the sums of that derivative. The gradient of the weights is then never in
+    memory, and with a barrier it would be, so there is none.
+
     Args:
         eqn: an equation.
-        values: the values of its operands.
+        values: the values of its operands, whole or in pieces.
+        summed: how many elements each array has that the loop sums, as a softmax does.
 
     Returns:
         The results, or None if the equation is not such a product.
@@ -272,7 +288,23 @@ def batched_in_turn(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
         return None
     if eqn.outvars[0].aval.size > max(v.aval.size for v in eqn.invars):
         return list(_in_turn(bind(eqn, list(values))))
-    return bind(eqn, list(_in_turn(list(values))))
+    wait = _in_turn_unless_fused if _sums_many_rows(eqn, values, summed) else _in_turn
+    return bind(eqn, list(wait(list(values))))
+
+
+# XLA's CPU compiler fuses a product and the sums of a softmax's derivative from this many rows on,
+# and not from 3840 (fact `fuses_products_with_sums`). The rows are the queries of a piece, for all
+# heads and examples.
+_FUSED_FROM = 4096
+
+
+def _sums_many_rows(eqn: Any, values: Sequence[Any], summed: Collection[int]) -> bool:
+    """Tell whether the loop sums many rows of the larger operand of a product, in float32."""
+    sides = zip(eqn.invars, values, eqn.params["dimension_numbers"][0], strict=True)
+    operand, value, columns = max(sides, key=lambda side: side[1].size)
+    rows = value.size // math.prod(value.shape[axis] for axis in columns)
+    is_summed = operand.aval.size in summed and value.dtype == jnp.float32
+    return is_summed and rows >= _FUSED_FROM
 
 
 def has_weight_gradient(eqn: Any) -> bool:

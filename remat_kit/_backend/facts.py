@@ -222,6 +222,14 @@ DELAYS_BATCHED_GRADIENTS = Fact(
     {"cpu": _NEW},
 )
 
+FUSES_PRODUCTS_WITH_SUMS = Fact(
+    "fuses_products_with_sums",
+    "In the derivative of attention with 4096 or more queries for all heads and examples, the "
+    "product that gives the gradient of the weights is fused with the sums that read it, so we put "
+    "no barrier on this gradient.",
+    {"cpu": _NEW},
+)
+
 CONVOLVES_SLOWLY_IN_LOOPS = Fact(
     "convolves_slowly_in_loops",
     "A convolution in a loop is not transposed to the order of axes that has a fast kernel, as it "

@@ -194,9 +194,12 @@ def _relu_with_mask_derivative(primals: Any, tangents: Any) -> Any:
     return _relu_with_mask(x), jax.lax.select(mask, dx, jax.lax.full_like(dx, 0))
 
 
-def evaluated_on_piece(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
+def evaluated_on_piece(
+    eqn: Any, values: Sequence[Any], summed: Collection[int] = ()
+) -> list[Any] | None:
     """Evaluate an equation in its lean form on pieces of its operands.
 
+    ``summed`` has the sizes of the arrays that the loop sums, for `batched_in_turn`.
     Returns None if the equation has no lean form. Only a gather of single elements has one for
     operands that are not floating-point arrays, and not if the axis that it indexes is cut.
     """
@@ -207,7 +210,7 @@ def evaluated_on_piece(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
         return None if cut else [pick(*values)]
     if any(jax.typeof(x).dtype not in _BITS for x in values):
         return None
-    product = batched_in_turn(eqn, values)
+    product = batched_in_turn(eqn, values, summed)
     if product is not None:
         return product
     given = tuple(sorted(eqn.params.items())) if eqn.primitive.name in _LEAN else ()

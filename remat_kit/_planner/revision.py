@@ -24,5 +24,6 @@ REVISION = 3
 # dimensions are computed one by one. Since 8, predictions for GPUs count that an array may lie in
 # the memory of a large gradient until the end, and since 9, no barrier in a region prevents it. On
 # TPUs, neighbouring loops over images have equal numbers of pieces since 8. Since 8, 10 and 9, a
-# prediction is corrected only by compiled plans that divide the program alike.
-PIECES_REVISIONS = {"cpu": 8, "cuda": 10, "tpu": 9}
+# prediction is corrected only by compiled plans that divide the program alike. On CPUs, only the
+# gradients of products with few rows are computed one by one since 9.
+PIECES_REVISIONS = {"cpu": 9, "cuda": 10, "tpu": 9}

@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import remat_kit
@@ -69,9 +70,9 @@ def stacked(args):
     return jax.tree.map(lambda x: np.stack([x, 2 * x]), args)
 
 
-def attention(query, key, value):
+def attention(query, key, value, weigh=jax.nn.softmax):
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
+    return jnp.einsum("bhqk,bkhd->bqhd", weigh(scores), value)
 
 
 def test_the_gradients_of_attention_in_pieces_come_one_by_one_on_cpus():
@@ -93,6 +94,29 @@ def test_the_gradients_of_attention_in_pieces_come_one_by_one_on_cpus():
         for f in (loss(divided), loss(attention))
     )
     chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "weigh", "expected"),
+    [
+        (8, np.float32, jax.nn.softmax, 1),  # fused: 4096 queries in a piece for all heads
+        (7, np.float32, jax.nn.softmax, 2),
+        (8, np.float32, jnp.tanh, 2),  # no sums
+        (8, jnp.bfloat16, jax.nn.softmax, 2),
+    ],
+)
+def test_no_barrier_where_the_sums_of_a_softmax_are_fused(heads, dtype, weigh, expected):
+    args = [jax.ShapeDtypeStruct((1, 1024, heads, 8), dtype)] * 3
+
+    def loss(*args):
+        return jnp.sum(divided(*args), dtype=jnp.float32)
+
+    divided = remat_kit.policy(remat_kit.pieces(2, axis=-2))(
+        lambda *args: attention(*args, weigh=weigh)
+    )
+    gradient = jax.grad(loss, argnums=(0, 1, 2))
+    cpu, cuda = (barriers(gradient, *args, platform=p) for p in ("cpu", "cuda"))
+    assert cpu - cuda == expected
 
 
 def test_products_without_batch_dimensions_are_as_they_were():

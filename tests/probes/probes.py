@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from unittest import mock
 
@@ -468,20 +469,31 @@ def delays_kernel_gradients(platform):
     return compared(make, args, platform, (rewrites, "kernel_first", NO_BARRIER))
 
 
-def delays_batched_gradients(platform):
-    """Attention in eight pieces of the queries."""
+def attention_in_pieces(pieces):
+    """Return a maker of the gradient of attention with 16,384 queries in pieces, and arguments."""
 
     def attention(query, key, value):
-        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key))
-        return jnp.sum(jnp.sin(jnp.einsum("bhqk,bkhd->bqhd", weights, value)))
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query / 8, key))
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
 
     def make():
         # a new function each time, so that JAX traces it anew
-        divided = remat_kit.policy(remat_kit.pieces(8, axis=-2))(lambda *args: attention(*args))
-        return lambda args: divided(*args)
+        divided = remat_kit.policy(remat_kit.pieces(pieces, axis=-2))(
+            lambda *args: attention(*args)
+        )
+        return lambda args: jnp.sum(jnp.sin(divided(*args)))
 
-    args = ((struct(1, 2048, 8, 64),) * 3,)
-    return compared(make, args, platform, (barriers, "_in_turn", NO_BARRIER))
+    return make, ((struct(1, 2048, 8, 64),) * 3,)
+
+
+def delays_batched_gradients(platform):
+    """Attention with 2048 queries in a piece, for all heads."""
+    return compared(*attention_in_pieces(8), platform, (barriers, "_in_turn", NO_BARRIER))
+
+
+def fuses_products_with_sums(platform):
+    """Attention with 4096 queries in a piece, for all heads."""
+    return compared(*attention_in_pieces(4), platform, (barriers, "_FUSED_FROM", math.inf))
 
 
 def convolves_slowly_in_loops(platform):
