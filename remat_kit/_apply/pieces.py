@@ -333,6 +333,7 @@ class PieceLoop:
 
     @functools.cached_property
     def _summed(self) -> set[int]:
+        """The sizes of the arrays that the loop sums, in elements."""
         eqns = (self.split.program.eqns[i] for i in self.split.ways)
         return {e.invars[0].aval.size for e in eqns if e.primitive is lax.reduce_sum_p}
 

@@ -279,7 +279,7 @@ def batched_in_turn(
     Args:
         eqn: an equation.
         values: the values of its operands, whole or in pieces.
-        summed: how many elements each array has that the loop sums, as a softmax does.
+        summed: the sizes of the arrays that the loop sums, such as the exponentials of a softmax.
 
     Returns:
         The results, or None if the equation is not such a product.
@@ -292,9 +292,9 @@ def batched_in_turn(
     return bind(eqn, list(wait(list(values))))
 
 
-# XLA's CPU compiler fuses a product and the sums of a softmax's derivative from this many rows on,
-# and not from 3840 (fact `fuses_products_with_sums`). The rows are the queries of a piece, for all
-# heads and examples.
+# XLA's CPU compiler fuses a product and the sums of a softmax's derivative from this many rows on
+# (fact `fuses_products_with_sums`). The rows are the queries of a piece, counted over all heads and
+# examples. In a partitioned program each device has fewer, which is not considered here.
 _FUSED_FROM = 4096
 
 

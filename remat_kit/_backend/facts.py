@@ -224,9 +224,9 @@ DELAYS_BATCHED_GRADIENTS = Fact(
 
 FUSES_PRODUCTS_WITH_SUMS = Fact(
     "fuses_products_with_sums",
-    "In the derivative of attention with 4096 or more queries for all heads and examples, the "
-    "product that gives the gradient of the weights is fused with the sums that read it, so we put "
-    "no barrier on this gradient.",
+    "In a loop over pieces of attention in float32 with at least 4096 queries in a piece, counted "
+    "over all heads and examples, the product that gives the gradient of the attention weights is "
+    "fused with the sums of the softmax's derivative, so we put no barrier on this gradient.",
     {"cpu": _NEW},
 )
 

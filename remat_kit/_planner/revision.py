@@ -24,6 +24,7 @@ REVISION = 3
 # dimensions are computed one by one. Since 8, predictions for GPUs count that an array may lie in
 # the memory of a large gradient until the end, and since 9, no barrier in a region prevents it. On
 # TPUs, neighbouring loops over images have equal numbers of pieces since 8. Since 8, 10 and 9, a
-# prediction is corrected only by compiled plans that divide the program alike. On CPUs, only the
-# gradients of products with few rows are computed one by one since 9.
+# prediction is corrected only by compiled plans that divide the program alike. On CPUs, since
+# 9, the gradients of attention's weights and values wait for each other only where XLA does not
+# fuse them.
 PIECES_REVISIONS = {"cpu": 9, "cuda": 10, "tpu": 9}

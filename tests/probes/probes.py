@@ -470,7 +470,10 @@ def delays_kernel_gradients(platform):
 
 
 def attention_in_pieces(pieces):
-    """Return a maker of the gradient of attention with 16,384 queries in pieces, and arguments."""
+    """Return a maker of a loss of attention, its queries in pieces, and the arguments.
+
+    There are 16,384 queries, counted over all heads.
+    """
 
     def attention(query, key, value):
         weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query / 8, key))
